@@ -1,0 +1,72 @@
+# Everything below makes its own environment; nothing needs to be active.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip --disable-pip-version-check --quiet
+PYTEST_ARGS ?= -n auto
+
+.PHONY: demo test test-all test-lowest lint bench dist clean
+
+demo: $(VENV)/.runtime
+	@$(BIN)/tsg demo
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The suite on every Python from 3.11 on that this machine has, each in an environment of its own.
+test-all:
+	@for version in 3.11 3.12 3.13 3.14; do \
+	  python=$$(ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$$version.*/bin/python 2>/dev/null | tail -n 1); \
+	  [ -n "$$python" ] || python=$$(command -v python$$version || true); \
+	  if [ -n "$$python" ] && "$$python" -c 'import sqlite3' 2>/dev/null; then \
+	    echo "== Python $$version"; \
+	    $(MAKE) --no-print-directory test PYTHON="$$python" VENV=".venv-$$version" || exit 1; \
+	  else echo "== Python $$version: not on this machine"; fi; \
+	done
+
+# The suite with the oldest versions that pyproject.toml allows.
+test-lowest: VENV = .venv-lowest
+test-lowest:
+	@[ -e $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --upgrade "pip>=25.1"
+	@sed -nE 's/^ *"(sqlalchemy|alembic|click)>=([0-9.]+)",$$/\1==\2/p' pyproject.toml > $(VENV)/lowest.txt
+	$(PIP) install --editable . --group test --constraint $(VENV)/lowest.txt
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.test
+	$(BIN)/python -m benchmarks
+
+# Wheel and sdist, and the demonstration from the wheel in an environment that has nothing else.
+dist: $(VENV)/.lint
+	rm -rf dist .venv-dist
+	$(PIP) install build
+	$(BIN)/python -W error -m build --outdir dist .
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip --disable-pip-version-check --quiet install dist/*.whl
+	cd / && $(CURDIR)/.venv-dist/bin/tsg demo
+
+clean:
+	rm -rf .venv .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --upgrade "pip>=25.1"
+
+$(VENV)/.runtime: pyproject.toml hatch_build.py | $(BIN)/python
+	$(PIP) install --editable .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.runtime
+	$(PIP) install --editable . --group test
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.runtime
+	$(PIP) install --editable . --group lint
+	@touch $@

@@ -1,0 +1,56 @@
+"""Runs the ledger's revisions for Alembic's own commands; ``tsg upgrade`` runs the same without it.
+
+The database is, in this order: ``config.attributes["connection"]`` (an engine or a connection), ``-x db=``,
+the variable ``TSG_DB``, ``sqlalchemy.url``. A ledger file is opened with all the checks of
+:mod:`tsg.storage`, made where it is missing.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from logging.config import fileConfig
+
+from alembic import context
+from alembic.util import CommandError
+from sqlalchemy.engine import Connection, Engine
+
+import tsg.models  # noqa: F401  # the target of autogenerate
+from tsg import opening, schema, tables
+
+config = context.config
+
+
+def connections() -> AbstractContextManager[Connection]:
+    given = config.attributes.get("connection")
+    if isinstance(given, Connection):
+        return nullcontext(given)
+    if isinstance(given, Engine):
+        return schema.migration(given)
+    arguments = context.get_x_argument(as_dictionary=True)
+    target = arguments.get("db") or os.environ.get("TSG_DB") or config.get_main_option("sqlalchemy.url")
+    if not target:
+        raise CommandError("Name the database: -x db=PATH_OR_URL, or TSG_DB, or sqlalchemy.url.")
+    if config.config_file_name is not None and getattr(config.cmd_opts, "cmd", None) is not None:
+        # Only for the command itself: it would switch off the loggers of an application that calls us.
+        fileConfig(config.config_file_name, disable_existing_loggers=False)
+    return opening.migration(opening.file_at(target))
+
+
+def run(connection: Connection) -> None:
+    context.configure(
+        connection=connection,
+        target_metadata=tables.metadata,
+        version_table=tables.VERSION_TABLE,
+        include_name=schema.include_own_name,
+        compare_type=True,
+        transactional_ddl=True,
+    )
+    with context.begin_transaction():
+        context.run_migrations()
+
+
+if context.is_offline_mode():
+    raise CommandError("The revisions look at what is stored; run them on a database, not into a script.")
+with connections() as connection:
+    run(connection)

@@ -1,0 +1,89 @@
+"""A ledger of tasks and deliveries that doesn't guess what a restart left behind.
+
+The public names are imported when they are first used, so that a command pays only for what it needs.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tsg import doctor as doctor
+    from tsg import reconcile as reconcile
+    from tsg.errors import InvalidInput as InvalidInput
+    from tsg.errors import LedgerError as LedgerError
+    from tsg.errors import SchemaOutdated as SchemaOutdated
+    from tsg.errors import SchemaTooNew as SchemaTooNew
+    from tsg.errors import StateConflict as StateConflict
+    from tsg.errors import TaskNotFound as TaskNotFound
+    from tsg.ledger import Ledger as Ledger
+    from tsg.ledger import TaskRecord as TaskRecord
+    from tsg.ledger import reconcile_restart as reconcile_restart
+    from tsg.models import Base as Base
+    from tsg.models import Task as Task
+    from tsg.models import TaskEvent as TaskEvent
+    from tsg.reconcile import ReconcilePolicy as ReconcilePolicy
+    from tsg.schema import downgrade as downgrade
+    from tsg.schema import include_name as include_name
+    from tsg.schema import upgrade as upgrade
+    from tsg.states import DeliveryStatus as DeliveryStatus
+    from tsg.states import TaskStatus as TaskStatus
+    from tsg.values import payload_fingerprint as payload_fingerprint
+
+__all__ = [
+    "Base",
+    "DeliveryStatus",
+    "InvalidInput",
+    "Ledger",
+    "LedgerError",
+    "ReconcilePolicy",
+    "SchemaOutdated",
+    "SchemaTooNew",
+    "StateConflict",
+    "Task",
+    "TaskEvent",
+    "TaskNotFound",
+    "TaskRecord",
+    "TaskStatus",
+    "doctor",
+    "downgrade",
+    "include_name",
+    "payload_fingerprint",
+    "reconcile",
+    "reconcile_restart",
+    "upgrade",
+]
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "tsg.errors": (
+        "InvalidInput",
+        "LedgerError",
+        "SchemaOutdated",
+        "SchemaTooNew",
+        "StateConflict",
+        "TaskNotFound",
+    ),
+    "tsg.ledger": ("Ledger", "TaskRecord", "reconcile_restart"),
+    "tsg.models": ("Base", "Task", "TaskEvent"),
+    "tsg.reconcile": ("ReconcilePolicy",),
+    "tsg.schema": ("downgrade", "include_name", "upgrade"),
+    "tsg.states": ("DeliveryStatus", "TaskStatus"),
+    "tsg.values": ("payload_fingerprint",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MODULES = ("doctor", "reconcile")
+
+
+def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return import_module(f"tsg.{name}")
+    if name in _HOME_OF:
+        return getattr(import_module(_HOME_OF[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,5 @@
+"""``python -m tsg`` is ``tsg``."""
+
+from tsg.cli import main
+
+main()

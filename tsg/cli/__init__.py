@@ -1,0 +1,104 @@
+"""The command line: parse, call one function, print one line.
+
+:func:`main` is the one door. Whatever goes wrong leaves it as the name of an error class and an exit status:
+0 done, 1 unhealthy or behind, 2 refused, 3 unexpected. No rejected value, path or exception text is printed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import NoReturn
+
+import click
+
+import tsg
+from tsg.errors import InvalidInput, LedgerError
+
+__all__ = ["answer", "app", "main"]
+
+#: Where each command lives; its module is imported when it is called.
+COMMANDS: Mapping[str, str] = {
+    "check": "tsg.cli.schema",
+    "close": "tsg.cli.ledger",
+    "create": "tsg.cli.ledger",
+    "current": "tsg.cli.schema",
+    "delivery": "tsg.cli.ledger",
+    "demo": "tsg.cli.demo",
+    "doctor": "tsg.cli.ledger",
+    "downgrade": "tsg.cli.schema",
+    "heartbeat": "tsg.cli.ledger",
+    "init": "tsg.cli.ledger",
+    "reconcile": "tsg.cli.ledger",
+    "start": "tsg.cli.ledger",
+    "upgrade": "tsg.cli.schema",
+}
+
+
+class _Lazy(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = getattr(import_module(COMMANDS[cmd_name]), cmd_name)
+        return command
+
+
+@click.group(cls=_Lazy, no_args_is_help=False)
+@click.version_option(tsg.__version__, prog_name="tsg")
+@click.option("--db", metavar="PATH_OR_URL", help="The ledger: a file, or sqlite:///FILE.")
+@click.option(
+    "--allow-external-acl", is_flag=True, help="Without POSIX modes: the directory is private by other means."
+)
+@click.pass_context
+def app(ctx: click.Context, db: str | None, allow_external_acl: bool) -> None:
+    """A ledger of tasks and deliveries that doesn't guess what a restart left behind."""
+    ctx.obj = {"target": db, "allow_external_acl": allow_external_acl}
+
+
+def answer(fields: Mapping[str, object], status: int = 0) -> NoReturn:
+    """Print one compact line of JSON, its keys sorted, and leave."""
+    line = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    click.echo(line)
+    raise click.exceptions.Exit(status)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run one command and leave the process with its exit status."""
+    # A library that logs without being asked would write to stderr; nobody has asked here.
+    logging.getLogger().addHandler(logging.NullHandler())
+    try:
+        status = _run(arguments)
+        sys.stdout.flush()
+    except OSError:
+        # Nobody reads the answer, or it finds no room. The interpreter must not try once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 2
+    sys.exit(status)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
+        left = app.main(arguments, prog_name="tsg", standalone_mode=False, windows_expand_args=False)
+        return left if isinstance(left, int) else 0
+    except click.exceptions.Exit as left_early:
+        return left_early.exit_code
+    except click.ClickException:
+        return _refuse(InvalidInput.__name__, 2)
+    except LedgerError as error:
+        return _refuse(type(error).__name__, 2)
+    except (OSError, KeyboardInterrupt, click.Abort):
+        raise
+    except Exception:
+        return _refuse("InternalError", 3)
+
+
+def _refuse(name: str, status: int) -> int:
+    click.echo(json.dumps({"error": name, "ok": False}, sort_keys=True, separators=(",", ":")))
+    return status

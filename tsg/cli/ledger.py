@@ -1,0 +1,155 @@
+"""The commands on a ledger's tasks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from tsg import ledger as ledgers
+from tsg import states, values
+from tsg.cli import answer
+from tsg.errors import InvalidInput
+from tsg.ledger import Ledger
+from tsg.opening import file_at
+from tsg.reconcile import ReconcilePolicy
+
+__all__ = ["close", "create", "delivery", "doctor", "heartbeat", "init", "reconcile", "start"]
+
+_GRACE = 600.0
+
+
+def _existing(place: dict[str, Any], **options: Any) -> Ledger:
+    """The ledger that must be there already.
+
+    Raises:
+        InvalidInput: nothing is there, and nothing is made.
+    """
+    if not file_at(**place).exists:
+        raise InvalidInput("there is no ledger at this path; tsg init makes one")
+    return Ledger(**place, **options)
+
+
+@click.command()
+@click.pass_obj
+def init(place: dict[str, Any]) -> None:
+    """Make a ledger, or bring an older one to the current schema."""
+    with Ledger(**place) as ledger:
+        storage = ledger.storage_info()
+    answer({"ok": True, "storage": storage})
+
+
+@click.command()
+@click.option("--task-id", metavar="UUID", help="A random one by default.")
+@click.option("--parent-id", metavar="UUID", help="The task that it is part of.")
+@click.option("--payload-sha256", metavar="HEX", help="A fingerprint of its input, 64 hexadecimal digits.")
+@click.option("--timeout-seconds", metavar="SECONDS", help="From its start to its deadline.")
+@click.option("--internal", is_flag=True, help="Nobody is to receive its result.")
+@click.option("--no-heartbeat", is_flag=True, help="Only the deadline ends it; needs a timeout.")
+@click.pass_obj
+def create(
+    place: dict[str, Any],
+    task_id: str | None,
+    parent_id: str | None,
+    payload_sha256: str | None,
+    timeout_seconds: str | None,
+    internal: bool,
+    no_heartbeat: bool,
+) -> None:
+    """Record a queued task."""
+    asked: dict[str, Any] = {
+        "task_id": task_id,
+        "parent_id": parent_id,
+        "payload_hash": payload_sha256,
+        "timeout_seconds": timeout_seconds,
+        "delivery_required": not internal,
+        "expects_heartbeat": not no_heartbeat,
+    }
+    # Before the ledger, which this may make, is touched.
+    ledgers.creation(**asked)
+    with Ledger(**place) as ledger:
+        task = ledger.create_task(**asked)
+    answer({"ok": True, "task": task.to_dict()})
+
+
+@click.command()
+@click.argument("task_id", metavar="UUID")
+@click.pass_obj
+def start(place: dict[str, Any], task_id: str) -> None:
+    """Start a queued task; its deadline runs from now."""
+    identifier = values.canonical_id(task_id)
+    with _existing(place) as ledger:
+        task = ledger.start_task(identifier)
+    answer({"ok": True, "task": task.to_dict()})
+
+
+@click.command()
+@click.argument("task_id", metavar="UUID")
+@click.pass_obj
+def heartbeat(place: dict[str, Any], task_id: str) -> None:
+    """Vouch for a running task."""
+    identifier = values.canonical_id(task_id)
+    with _existing(place) as ledger:
+        task = ledger.heartbeat(identifier)
+    answer({"ok": True, "task": task.to_dict()})
+
+
+@click.command()
+@click.argument("task_id", metavar="UUID")
+@click.option("--status", required=True, metavar="STATUS", help="succeeded, failed, timed_out or cancelled.")
+@click.option("--code", metavar="REASON", help="A registered reason that fits the status.")
+@click.pass_obj
+def close(place: dict[str, Any], task_id: str, status: str, code: str | None) -> None:
+    """End a task."""
+    identifier, end = values.canonical_id(task_id), states.task_target(status)
+    with _existing(place) as ledger:
+        task = ledger.close_task(identifier, end, code=code)
+    answer({"ok": True, "task": task.to_dict()})
+
+
+@click.command()
+@click.argument("task_id", metavar="UUID")
+@click.option("--status", required=True, metavar="STATUS", help="delivered, failed or not_applicable.")
+@click.option("--code", metavar="REASON", help="A registered reason that fits the status.")
+@click.pass_obj
+def delivery(place: dict[str, Any], task_id: str, status: str, code: str | None) -> None:
+    """Close the delivery of a task that has ended."""
+    identifier, end = values.canonical_id(task_id), states.delivery_target(status)
+    with _existing(place) as ledger:
+        task = ledger.set_delivery(identifier, end, code=code)
+    answer({"ok": True, "task": task.to_dict()})
+
+
+@click.command()
+@click.option("--active-grace-seconds", default=_GRACE, type=click.UNPROCESSED, metavar="SECONDS", show_default=True)
+@click.option("--delivery-grace-seconds", default=_GRACE, type=click.UNPROCESSED, metavar="SECONDS", show_default=True)
+@click.option("--dry-run", is_flag=True, help="Report what would be closed; touch nothing.")
+@click.option("--skip-conflicts", is_flag=True, help="Pass over rows that can't be acted on, and count them.")
+@click.option("--snapshot-limit-mib", default=64, type=click.IntRange(0, 2**20), metavar="MIB", show_default=True)
+@click.pass_obj
+def reconcile(
+    place: dict[str, Any],
+    active_grace_seconds: Any,
+    delivery_grace_seconds: Any,
+    dry_run: bool,
+    skip_conflicts: bool,
+    snapshot_limit_mib: int,
+) -> None:
+    """Close what a restart left behind and nobody vouches for."""
+    policy = ReconcilePolicy(active_grace_seconds, delivery_grace_seconds)
+    with _existing(place, read_only=dry_run, snapshot_limit_mib=snapshot_limit_mib) as ledger:
+        report = ledger.reconcile(
+            active_grace_seconds=policy.active_grace_seconds,
+            delivery_grace_seconds=policy.delivery_grace_seconds,
+            dry_run=dry_run,
+            skip_conflicts=skip_conflicts,
+        )
+    answer({"ok": True, "reconcile": report})
+
+
+@click.command()
+@click.pass_obj
+def doctor(place: dict[str, Any]) -> None:
+    """Prove that the whole history is consistent, or count what is not."""
+    report = ledgers.examine_file(**place)
+    answer({**report}, status=0 if report["healthy"] else 1)

@@ -1,0 +1,62 @@
+"""The commands on a ledger's schema."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from tsg import opening, schema
+from tsg.cli import answer
+from tsg.engine import transaction
+
+__all__ = ["check", "current", "downgrade", "upgrade"]
+
+
+@click.command()
+@click.argument("revision", default="head")
+@click.pass_obj
+def upgrade(place: dict[str, Any], revision: str) -> None:
+    """Bring the schema to REVISION (head by default); adopt a file of the published package."""
+    destination = schema.revision_named(revision)
+    with opening.migration(opening.file_at(**place)) as connection:
+        report = schema.upgrade(connection, destination)
+    answer({"ok": True, "schema": report.to_dict()})
+
+
+@click.command()
+@click.argument("revision")
+@click.pass_obj
+def downgrade(place: dict[str, Any], revision: str) -> None:
+    """Take the schema back to REVISION (base: none)."""
+    destination = schema.revision_named(revision, downgrade=True)
+    file = opening.file_at(**place)
+    file.judge()
+    with opening.migration(file) as connection:
+        report = schema.downgrade(connection, destination)
+    answer({"ok": True, "schema": report.to_dict()})
+
+
+@click.command()
+@click.pass_obj
+def current(place: dict[str, Any]) -> None:
+    """Say which revision the schema has."""
+    report, _ = _look(place)
+    answer({"ok": True, "schema": report.to_dict()})
+
+
+@click.command()
+@click.pass_obj
+def check(place: dict[str, Any]) -> None:
+    """Exit 1 where the schema is behind or differs from what its revision says."""
+    report, is_head = _look(place)
+    answer({"ok": is_head, "schema": report.to_dict()}, status=0 if is_head else 1)
+
+
+def _look(place: dict[str, Any]) -> tuple[schema.Report, bool]:
+    opened = opening.open_as_it_is(opening.file_at(**place))
+    try:
+        with opening.refusing(), transaction(opened.engine) as connection:
+            return schema.current(connection), schema.fault(connection) is None
+    finally:
+        opened.close()

@@ -1,0 +1,475 @@
+"""The ledger: one method is one transaction and one transition, written by compare-and-set."""
+
+from __future__ import annotations
+
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any, Final, TypedDict
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection, Engine
+
+from tsg import doctor, reconcile, rules, states, values
+from tsg.engine import for_writing, transaction
+from tsg.errors import InvalidInput, StateConflict, TaskNotFound
+from tsg.opening import file_at, open_as_it_is, open_engine, open_read_only, open_to_write, refusing
+from tsg.reconcile import ReconcilePolicy
+from tsg.states import Change, DeliveryStatus, TaskStatus, Verb
+from tsg.tables import task_events, tasks
+
+__all__ = ["Ledger", "StorageInfo", "TaskRecord", "creation", "examine_file", "reconcile_restart"]
+
+
+@dataclass(frozen=True)
+class TaskRecord:
+    """A task as it was stored at one moment. Times are seconds since the epoch."""
+
+    id: str
+    parent_id: str | None
+    status: TaskStatus
+    delivery_status: DeliveryStatus
+    delivery_required: bool
+    payload_hash: str | None
+    timeout_seconds: float | None
+    created_at: float
+    started_at: float | None
+    updated_at: float
+    ended_at: float | None
+    deadline_at: float | None
+    delivery_updated_at: float
+    terminal_code: str | None
+    delivery_code: str | None
+    version: int
+    expects_heartbeat: bool
+
+    def to_dict(self, *, include_payload_hash: bool = False) -> dict[str, object]:
+        """Plain values, ready for JSON. The fingerprint shows only on request: it can be linked."""
+        plain: dict[str, object] = asdict(self)
+        digest = plain.pop("payload_hash")
+        plain |= {
+            "status": self.status.value,
+            "delivery_status": self.delivery_status.value,
+            "has_payload_hash": digest is not None,
+        }
+        if include_payload_hash:
+            plain["payload_hash"] = digest
+        return plain
+
+
+class StorageInfo(TypedDict):
+    """How a ledger is kept."""
+
+    journal_mode: str
+    busy_timeout_ms: int
+    foreign_keys: bool
+    permission_model: str
+
+
+class Ledger:
+    """A ledger in a file of its own, or in an application's database.
+
+    Args:
+        target: a path, a SQLAlchemy URL (text with ``://``, or a ``URL``), or the application's own engine.
+        clock: gives seconds since the epoch; read once a transition, under the write lock.
+        busy_timeout_ms: how long to wait for another writer, in milliseconds.
+        allow_external_acl: where there are no POSIX modes, that the directory is private by other means.
+        read_only: nothing is written, made or changed; older schemas can be read.
+        migrate: whether to make a missing ledger and to bring an older one to head.
+        adopt: whether to take over a file of the published package, which can't use it afterwards.
+        snapshot_limit_mib: read-only, the largest closed file of which a private copy is made, in MiB.
+
+    Raises:
+        InvalidInput: an argument, a path or a file mode that is refused.
+        SchemaOutdated: the schema is older, and not to be migrated.
+        SchemaTooNew: it is newer than this package.
+        StateConflict: the storage or the schema is not a ledger's.
+
+    Every method raises only errors of this package, a :exc:`StateConflict` for what the database refuses.
+    It may be used from several threads, and in a child process after a fork.
+    """
+
+    def __init__(
+        self,
+        target: object,
+        *,
+        clock: Callable[[], float] = time.time,
+        busy_timeout_ms: int = 5000,
+        allow_external_acl: bool = False,
+        read_only: bool = False,
+        migrate: bool = True,
+        adopt: bool = False,
+        snapshot_limit_mib: int = 64,
+    ) -> None:
+        if not callable(clock):
+            raise InvalidInput("a clock must be callable")
+        for flag in (allow_external_acl, read_only, migrate, adopt):
+            values.flag(flag, "each of allow_external_acl, read_only, migrate and adopt")
+        busy = values.whole(busy_timeout_ms, "busy_timeout_ms")
+        limit = values.whole(snapshot_limit_mib, "snapshot_limit_mib") * 1024 * 1024
+        if isinstance(target, Engine):
+            opened = open_engine(target)
+        else:
+            file = file_at(target, allow_external_acl=allow_external_acl)
+            if read_only:
+                opened = open_read_only(file, busy_timeout_ms=busy, snapshot_limit=limit)
+            else:
+                opened = open_to_write(file, busy_timeout_ms=busy, migrate=migrate, adopt=adopt)
+        self._opened = opened
+        self._clock = clock
+        self._writer = None if read_only else for_writing(opened.engine)
+        self._close = weakref.finalize(self, opened.close)
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close its connections, and wipe a private copy. An application's own engine is left alone."""
+        with refusing():
+            self._close()
+
+    # -- reading ---------------------------------------------------------------------------------------
+
+    def get_task(self, task_id: object) -> TaskRecord:
+        """The task with this id.
+
+        Raises:
+            InvalidInput: no UUID.
+            TaskNotFound: no such task.
+            StateConflict: the stored row breaks a rule.
+        """
+        identifier = values.canonical_id(task_id)
+        with self._reading() as connection:
+            return _found(connection, identifier).record
+
+    def children_of(self, task_id: object) -> list[TaskRecord]:
+        """The direct children of a task, by creation time and id.
+
+        Raises:
+            InvalidInput, TaskNotFound, StateConflict: as :meth:`get_task`, of the task and of each child.
+        """
+        identifier = values.canonical_id(task_id)
+        with self._reading() as connection:
+            _found(connection, identifier)
+            rows = connection.execute(_CHILDREN, {"parent": identifier}).all()
+            return [_stored(row).record for row in rows]
+
+    def doctor(self) -> doctor.Report:
+        """The report of :func:`tsg.doctor.examine`.
+
+        Raises:
+            StateConflict: the file can't be opened at all, or was replaced.
+        """
+        self._require_open()
+        with refusing(), transaction(self._opened.original) as connection:
+            return doctor.examine(connection)
+
+    def storage_info(self) -> StorageInfo:
+        """How the ledger is kept, as its connections find it."""
+        self._require_open()
+        with refusing(), transaction(self._opened.engine) as connection:
+            mode, timeout, enforced = (
+                connection.exec_driver_sql(f"PRAGMA {name}").scalar()
+                for name in ("journal_mode", "busy_timeout", "foreign_keys")
+            )
+        return StorageInfo(
+            journal_mode=str(mode),
+            busy_timeout_ms=int(timeout or 0),
+            foreign_keys=bool(enforced),
+            permission_model=self._opened.permission_model,
+        )
+
+    # -- writing ---------------------------------------------------------------------------------------
+
+    def create_task(
+        self,
+        *,
+        task_id: object = None,
+        parent_id: object = None,
+        payload_hash: object = None,
+        timeout_seconds: object = None,
+        delivery_required: bool = True,
+        expects_heartbeat: bool = True,
+    ) -> TaskRecord:
+        """Record a queued task. With an id that exists and the same fields, it is the stored one.
+
+        Args:
+            task_id: a UUID; a random one by default.
+            parent_id: the id of an existing task.
+            payload_hash: 64 lower-case hexadecimal digits, see :func:`tsg.payload_fingerprint`.
+            timeout_seconds: from its start to its deadline.
+            delivery_required: whether somebody is to receive the result.
+            expects_heartbeat: whether silence may be held against it; where not, it needs a timeout.
+
+        Raises:
+            InvalidInput: a malformed argument.
+            StateConflict: the id exists with other fields, or the clock is behind a time of the parent's.
+            TaskNotFound: there is no such parent.
+        """
+        asked = creation(
+            task_id=task_id,
+            parent_id=parent_id,
+            payload_hash=payload_hash,
+            timeout_seconds=timeout_seconds,
+            delivery_required=delivery_required,
+            expects_heartbeat=expects_heartbeat,
+        )
+        with self._writing() as connection:
+            now = values.clock_reading(self._clock)
+            record = replace(asked, created_at=now, updated_at=now, delivery_updated_at=now)
+            existing = _find(connection, record.id)
+            if existing is not None:
+                if not states.is_same_creation(existing.record, record):
+                    raise StateConflict("a task with this id exists, with other fields")
+                return existing.record
+            if record.parent_id is not None:
+                before = _found(connection, record.parent_id).record
+                times = (before.created_at, before.started_at, before.updated_at, before.ended_at)
+                states.require_not_before(now, *times, before.delivery_updated_at)
+            key = connection.execute(_INSERT, vars(record)).inserted_primary_key
+            assert key is not None
+            _record_event(connection, key[0], states.created(now))
+            return record
+
+    def start_task(self, task_id: object) -> TaskRecord:
+        """Start a queued task; its deadline runs from now. A no-op on a running one.
+
+        Raises:
+            InvalidInput: no UUID, or a deadline that would not be finite.
+            TaskNotFound: no such task.
+            StateConflict: it has ended, or the clock is behind its stored times.
+        """
+        return self._do(task_id, Verb.START)
+
+    def heartbeat(self, task_id: object) -> TaskRecord:
+        """Vouch for a running task.
+
+        Raises:
+            InvalidInput, TaskNotFound: as :meth:`start_task`.
+            StateConflict: it is not running, or the clock is behind its stored times.
+        """
+        return self._do(task_id, Verb.HEARTBEAT)
+
+    def close_task(self, task_id: object, status: object, *, code: object = None) -> TaskRecord:
+        """End a task as `status`, for the optional reason `code`. A no-op where it has ended so already.
+
+        Raises:
+            InvalidInput: no UUID, no terminal status, or a reason that does not fit it.
+            TaskNotFound: no such task.
+            StateConflict: it has ended otherwise, or the clock is behind its stored times.
+        """
+        identifier = values.canonical_id(task_id)
+        return self._do(identifier, Verb.CLOSE, states.task_target(status), code)
+
+    def set_delivery(self, task_id: object, status: object, *, code: object = None) -> TaskRecord:
+        """Close the delivery of a task that has ended. A no-op where it has closed so already.
+
+        Raises:
+            InvalidInput: no UUID, no terminal delivery status, or a reason that does not fit it.
+            TaskNotFound: no such task.
+            StateConflict: the task is active, the delivery has closed otherwise, `status` does not fit whether
+                a delivery is required, or the clock is behind its stored times.
+        """
+        identifier = values.canonical_id(task_id)
+        return self._do(identifier, Verb.DELIVER, states.delivery_target(status), code)
+
+    def reconcile(
+        self,
+        *,
+        active_grace_seconds: float,
+        delivery_grace_seconds: float,
+        dry_run: bool = False,
+        skip_conflicts: bool = False,
+        parent_id: object = None,
+    ) -> reconcile.Report:
+        """Close what nobody vouches for, or with `dry_run` report what would be closed.
+
+        See :func:`tsg.reconcile.apply` for the arguments and errors.
+        """
+        preview = values.flag(dry_run, "dry_run")
+        policy = ReconcilePolicy(active_grace_seconds, delivery_grace_seconds)
+        scope, run = (self._reading, reconcile.preview) if preview else (self._writing, reconcile.apply)
+        with scope() as connection:
+            return run(connection, policy, clock=self._clock, skip_conflicts=skip_conflicts, parent_id=parent_id)
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    def _do(
+        self, task_id: object, verb: Verb, to: TaskStatus | DeliveryStatus | None = None, code: object = None
+    ) -> TaskRecord:
+        identifier = values.canonical_id(task_id)
+        with self._writing() as connection:
+            task = _found(connection, identifier)
+            change = states.transition(task.record, verb, self._clock, to=to, code=code)
+            return task.record if change is None else _write(connection, task, change)
+
+    def _require_open(self) -> None:
+        if not self._close.alive:
+            raise StateConflict("the ledger is closed")
+        self._opened.verify()
+
+    @contextmanager
+    def _reading(self) -> Iterator[Connection]:
+        self._require_open()
+        if self._opened.fault is not None:
+            raise self._opened.fault
+        with refusing(), transaction(self._opened.engine) as connection:
+            yield connection
+
+    @contextmanager
+    def _writing(self) -> Iterator[Connection]:
+        if self._writer is None:
+            raise StateConflict("the ledger was opened read-only")
+        self._require_open()
+        with refusing(), transaction(self._writer) as connection:
+            yield connection
+
+
+def creation(
+    *,
+    task_id: object = None,
+    parent_id: object = None,
+    payload_hash: object = None,
+    timeout_seconds: object = None,
+    delivery_required: object = True,
+    expects_heartbeat: object = True,
+) -> TaskRecord:
+    """The queued task that these arguments of :meth:`Ledger.create_task` ask for, its times still at zero.
+
+    Raises:
+        InvalidInput: a malformed argument.
+    """
+    parent = values.optional_id(parent_id)
+    digest = values.payload_digest(payload_hash)
+    timeout = None if timeout_seconds is None else values.non_negative(timeout_seconds, "a timeout")
+    required = values.flag(delivery_required, "delivery_required")
+    beats = values.flag(expects_heartbeat, "expects_heartbeat")
+    if not beats and timeout is None:
+        raise InvalidInput("a task that sends no heartbeat needs a timeout")
+    return TaskRecord(
+        id=str(uuid.uuid4()) if task_id is None else values.canonical_id(task_id),
+        parent_id=parent,
+        status=TaskStatus.QUEUED,
+        delivery_status=DeliveryStatus.PENDING,
+        delivery_required=required,
+        payload_hash=digest,
+        timeout_seconds=timeout,
+        created_at=0.0,
+        started_at=None,
+        updated_at=0.0,
+        ended_at=None,
+        deadline_at=None,
+        delivery_updated_at=0.0,
+        terminal_code=None,
+        delivery_code=None,
+        version=0,
+        expects_heartbeat=beats,
+    )
+
+
+def examine_file(target: object, *, allow_external_acl: bool = False) -> doctor.Report:
+    """Doctor's report on a ledger file as it is: of any size, mode and schema, migrated or not.
+
+    Raises:
+        InvalidInput: no file there, or one that is not the caller's own.
+        StateConflict: it can't be opened at all.
+    """
+    opened = open_as_it_is(file_at(target, allow_external_acl=allow_external_acl))
+    try:
+        with refusing(), transaction(opened.engine) as connection:
+            return doctor.examine(connection)
+    finally:
+        opened.close()
+
+
+def reconcile_restart(ledger: Ledger, policy: ReconcilePolicy, *, dry_run: bool = False) -> reconcile.Report:
+    """What a restart calls: :meth:`Ledger.reconcile` with a policy.
+
+    Raises:
+        InvalidInput: `policy` is no :class:`ReconcilePolicy`.
+    """
+    if not isinstance(policy, ReconcilePolicy):
+        raise InvalidInput("a policy must be a ReconcilePolicy")
+    return ledger.reconcile(
+        active_grace_seconds=policy.active_grace_seconds,
+        delivery_grace_seconds=policy.delivery_grace_seconds,
+        dry_run=dry_run,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    key: int
+    record: TaskRecord
+
+
+_FIELDS: Final = tuple(TaskRecord.__dataclass_fields__)
+# The rules are asked of the database with the row, so that they are written once.
+_TASK: Final = sa.select(tasks.c.pk, rules.sound(tasks.c).label("is_sound"), *(tasks.c[name] for name in _FIELDS))
+_BY_ID: Final = _TASK.where(tasks.c.id == sa.bindparam("id"))
+_CHILDREN: Final = _TASK.where(tasks.c.parent_id == sa.bindparam("parent")).order_by(tasks.c.created_at, tasks.c.id)
+_INSERT: Final = sa.insert(tasks)
+_INSERT_EVENT: Final = sa.insert(task_events)
+
+
+@cache
+def _update(columns: tuple[str, ...]) -> sa.Update:
+    return (
+        sa.update(tasks)
+        .where(
+            tasks.c.pk == sa.bindparam("task_pk"),
+            tasks.c.version == sa.bindparam("seen_version"),
+            tasks.c.status == sa.bindparam("seen_status"),
+            tasks.c.delivery_status == sa.bindparam("seen_delivery_status"),
+        )
+        .values(version=tasks.c.version + 1, **{name: sa.bindparam(f"new_{name}") for name in columns})
+    )
+
+
+def _find(connection: Connection, identifier: str) -> _Stored | None:
+    row = connection.execute(_BY_ID, {"id": identifier}).first()
+    return None if row is None else _stored(row)
+
+
+def _found(connection: Connection, identifier: str) -> _Stored:
+    task = _find(connection, identifier)
+    if task is None:
+        raise TaskNotFound("there is no task with this id")
+    return task
+
+
+def _stored(row: Sequence[Any]) -> _Stored:
+    key, is_sound, *fields = row
+    if not is_sound:
+        raise StateConflict("the stored task breaks a rule of the ledger; run doctor")
+    return _Stored(key, TaskRecord(*fields))
+
+
+def _write(connection: Connection, task: _Stored, change: Change) -> TaskRecord:
+    seen = task.record
+    written = connection.execute(
+        _update(tuple(change.values)),
+        {
+            "task_pk": task.key,
+            "seen_version": seen.version,
+            "seen_status": seen.status,
+            "seen_delivery_status": seen.delivery_status,
+            **{f"new_{name}": value for name, value in change.values.items()},
+        },
+    )
+    if written.rowcount != 1:
+        raise StateConflict("another writer changed the task at the same moment; read it again")
+    if change.event is not None:
+        _record_event(connection, task.key, change.event)
+    return replace(seen, version=seen.version + 1, **change.values)  # type: ignore[arg-type]
+
+
+def _record_event(connection: Connection, key: int, event: states.Event) -> None:
+    connection.execute(_INSERT_EVENT, {"task_pk": key, **event._asdict()})

@@ -1,0 +1,341 @@
+"""Reconcile: close, after explicit deadlines and graces, what nobody vouches for. Never guess success.
+
+One decision time for a whole run, the same conditions for preview and apply, and sets instead of rows: no task
+is carried into Python, so that a million cost no memory. Every write repeats the condition that it was
+decided on, and what is reported is what was written.
+
+The functions here run inside the caller's transaction and never commit. For an exact report that must be one
+snapshot: any transaction on SQLite. :meth:`tsg.Ledger.reconcile` opens one of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final, NamedTuple, NotRequired, Protocol, TypedDict
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from tsg import rules, values
+from tsg.errors import InvalidInput, StateConflict, TaskNotFound
+from tsg.states import Clock
+from tsg.tables import task_events, tasks
+
+__all__ = ["ReconcilePolicy", "Report", "apply", "preview"]
+
+
+class Report(TypedDict):
+    """What a run changed, or would change. Counts only, never an id.
+
+    Keys:
+        dry_run, applied: which of the two it was.
+        active_examined: tasks queued or running.
+        tasks_timed_out: running ones past their deadline, or silent for longer than the grace.
+        fresh_active_retained: the other active ones.
+        pending_delivery_examined: ended tasks with their delivery open, those of this run included.
+        deliveries_failed, deliveries_not_applicable: open for longer than the grace, by whether one was due.
+        pending_delivery_retained: the other open ones.
+        conflicts_skipped: rows passed over; only where that was asked for.
+    """
+
+    dry_run: bool
+    applied: bool
+    active_examined: int
+    tasks_timed_out: int
+    fresh_active_retained: int
+    pending_delivery_examined: int
+    deliveries_failed: int
+    deliveries_not_applicable: int
+    pending_delivery_retained: int
+    conflicts_skipped: NotRequired[int]
+
+
+@dataclass(frozen=True)
+class ReconcilePolicy:
+    """How long silence, and an open delivery, are let be.
+
+    Args:
+        active_grace_seconds: since a running task was last heard of.
+        delivery_grace_seconds: since an ended task whose delivery is open has ended.
+
+    Raises:
+        InvalidInput: not finite, or negative.
+    """
+
+    active_grace_seconds: float = 600.0
+    delivery_grace_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("active_grace_seconds", "delivery_grace_seconds"):
+            object.__setattr__(self, name, values.non_negative(getattr(self, name), "a grace"))
+
+
+class Session(Protocol):
+    """What is asked of an ORM session; the ORM itself is not needed here."""
+
+    def connection(self) -> Connection: ...
+    def flush(self) -> None: ...
+    def expire_all(self) -> None: ...
+
+
+def preview(
+    target: Connection | Session,
+    policy: ReconcilePolicy,
+    *,
+    now: float | None = None,
+    skip_conflicts: bool = False,
+    parent_id: object = None,
+    clock: Clock = time.time,
+) -> Report:
+    """What :func:`apply` would do at this time; nothing is written.
+
+    Args:
+        target: a connection or session, in whatever transaction it has.
+        now: the decision time, seconds since the epoch; by default `clock`, read once the snapshot is fixed,
+            so that a heartbeat that lands meanwhile can't look like the future.
+        skip_conflicts: pass over rows that can't be acted on, and count them, instead of refusing.
+        parent_id: only the direct children of this task.
+
+    Raises:
+        StateConflict: a row to be changed breaks a rule, or has a time later than `now`.
+        TaskNotFound: there is no such parent.
+    """
+    connection = _connection(target)
+    run = _Run.begin(connection, policy, now, clock, skip_conflicts=skip_conflicts, parent_id=parent_id)
+    stale = run.stale()
+    due = run.due()
+    if run.parameters["now"] <= run.parameters["due_before"]:
+        due = _Found(due.conflicts, due.required + stale.required, due.internal + stale.internal)
+    return run.report(stale, run.open_deliveries() + stale.actionable, due, applied=False)
+
+
+def apply(
+    target: Connection | Session,
+    policy: ReconcilePolicy,
+    *,
+    now: float | None = None,
+    skip_conflicts: bool = False,
+    parent_id: object = None,
+    clock: Clock = time.time,
+) -> Report:
+    """Time out what is stale and close the deliveries that are overdue, each with its event.
+
+    Arguments and errors as for :func:`preview`. Where it raises, the caller's transaction must be rolled back.
+
+    Raises:
+        StateConflict: also where somebody else changed a row in the middle, which no isolation that this
+            asks for allows.
+    """
+    connection = _connection(target)
+    run = _Run.begin(connection, policy, now, clock, skip_conflicts=skip_conflicts, parent_id=parent_id)
+    stale = run.stale()
+    run.write("timeout", stale.actionable)
+    examined = run.open_deliveries()
+    due = run.due()
+    run.write("delivery", due.actionable)
+    if not isinstance(target, Connection):
+        target.expire_all()
+    return run.report(stale, examined, due, applied=True)
+
+
+class _Found(NamedTuple):
+    """Rows that are due for a change: those that can't be acted on, and the others by what they are due."""
+
+    conflicts: int
+    required: int
+    internal: int
+
+    @property
+    def actionable(self) -> int:
+        return self.required + self.internal
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    connection: Connection
+    skip: bool
+    statements: _Statements
+    parameters: dict[str, Any]
+    active: int
+
+    @classmethod
+    def begin(
+        cls,
+        connection: Connection,
+        policy: ReconcilePolicy,
+        now: float | None,
+        clock: Clock,
+        *,
+        skip_conflicts: bool,
+        parent_id: object,
+    ) -> _Run:
+        if not isinstance(policy, ReconcilePolicy):
+            raise InvalidInput("a policy must be a ReconcilePolicy")
+        skip = values.flag(skip_conflicts, "skip_conflicts")
+        parent = values.optional_id(parent_id)
+        statements = _statements(skip, parent is not None)
+        parameters: dict[str, Any] = {} if parent is None else {"parent": parent}
+        if parent is not None and connection.scalar(_PARENT, parameters) is None:
+            raise TaskNotFound("there is no task with the parent's id")
+        # The first read fixes the snapshot; only then is the clock looked at.
+        active = connection.scalar(statements.active, parameters) or 0
+        moment = values.number(now, "now") if now is not None else values.clock_reading(clock)
+        parameters |= {
+            "now": moment,
+            "stale_before": moment - policy.active_grace_seconds,
+            "due_before": moment - policy.delivery_grace_seconds,
+        }
+        return cls(connection, skip, statements, parameters, active)
+
+    def stale(self) -> _Found:
+        return self._find(self.statements.stale)
+
+    def due(self) -> _Found:
+        return self._find(self.statements.due)
+
+    def open_deliveries(self) -> int:
+        return self.connection.scalar(self.statements.open_deliveries, self.parameters) or 0
+
+    def write(self, kind: str, expected: int) -> None:
+        if not expected:
+            return
+        for statement in self.statements.writes[kind]:
+            if self.connection.execute(statement, self.parameters).rowcount != expected:
+                raise StateConflict("the ledger changed in the middle of the run; try again")
+
+    def report(self, stale: _Found, examined: int, due: _Found, *, applied: bool) -> Report:
+        report = Report(
+            dry_run=not applied,
+            applied=applied,
+            active_examined=self.active,
+            tasks_timed_out=stale.actionable,
+            fresh_active_retained=self.active - stale.actionable - stale.conflicts,
+            pending_delivery_examined=examined,
+            deliveries_failed=due.required,
+            deliveries_not_applicable=due.internal,
+            pending_delivery_retained=examined - due.actionable - due.conflicts,
+        )
+        if self.skip:
+            report["conflicts_skipped"] = stale.conflicts + due.conflicts
+        return report
+
+    def _find(self, statement: sa.Select[tuple[int, int, int]]) -> _Found:
+        found = _Found(*self.connection.execute(statement, self.parameters).one())
+        if found.conflicts and not self.skip:
+            raise StateConflict("a row to be changed is damaged or has times in the future; run doctor")
+        return found
+
+
+class _Statements(NamedTuple):
+    active: sa.Select[tuple[int]]
+    open_deliveries: sa.Select[tuple[int]]
+    stale: sa.Select[tuple[int, int, int]]
+    due: sa.Select[tuple[int, int, int]]
+    writes: dict[str, tuple[sa.Insert, sa.Update]]
+
+
+_PARENT: Final = sa.select(tasks.c.pk).where(tasks.c.id == sa.bindparam("parent"))
+_EVENT_COLUMNS: Final = ("task_pk", "number", "kind", "from_status", "to_status", "occurred_at", "code")
+
+
+@lru_cache(maxsize=4)
+def _statements(skip: bool, one_parent: bool) -> _Statements:
+    c = tasks.c
+    now, stale_before, due_before = (
+        sa.bindparam(name, type_=sa.Double()) for name in ("now", "stale_before", "due_before")
+    )
+    among = [c.parent_id == sa.bindparam("parent")] if one_parent else []
+    expired = c.deadline_at <= now
+    silent = sa.and_(c.expects_heartbeat.is_(sa.true()), c.updated_at <= stale_before)
+    stale = sa.and_(rules.running(c), sa.or_(expired, silent), *among)
+    due = sa.and_(rules.awaiting_delivery(c), c.ended_at <= due_before, *among)
+
+    delivery_number = rules.expected_events(c)
+    next_numbers = {"timeout": sa.literal_column("2", sa.Integer()), "delivery": delivery_number}
+    conflicts = {
+        kind: sa.or_(
+            sa.not_(rules.sound(c)),
+            *(time > now for time in times),
+            sa.exists().where(task_events.c.task_pk == c.pk, task_events.c.number >= next_numbers[kind]),
+        )
+        for kind, times in (
+            ("timeout", (c.created_at, c.started_at, c.updated_at)),
+            ("delivery", (c.created_at, c.updated_at, c.ended_at, c.delivery_updated_at)),
+        )
+    }
+
+    def count(condition: Any, conflict: Any) -> sa.Select[tuple[int, int, int]]:
+        required = c.delivery_required.is_(sa.true())
+        counts = (conflict, sa.and_(sa.not_(conflict), required), sa.and_(sa.not_(conflict), sa.not_(required)))
+        return sa.select(*(sa.func.count().filter(each) for each in counts)).select_from(tasks).where(condition)
+
+    def write(
+        kind: str, condition: Any, event: tuple[Any, ...], changes: dict[str, Any]
+    ) -> tuple[sa.Insert, sa.Update]:
+        # Where no conflict was found, none can have come up since: the transaction has one snapshot. Where
+        # they are passed over, the event that was just written is what tells the rows that are acted on.
+        number, _, _, to_status, occurred_at, _ = event
+        acted_on = sa.exists().where(
+            task_events.c.task_pk == c.pk,
+            task_events.c.number == number,
+            task_events.c.to_status == to_status,
+            task_events.c.occurred_at == occurred_at,
+        )
+        source = sa.select(c.pk, *event).where(condition, *([sa.not_(conflicts[kind])] if skip else []))
+        return (
+            sa.insert(task_events).from_select(_EVENT_COLUMNS, source.order_by(c.pk)),
+            sa.update(tasks).where(condition, *([acted_on] if skip else [])).values(**changes, version=c.version + 1),
+        )
+
+    code = sa.case((expired, rules.constant("deadline_exceeded")), else_=rules.constant("restart_stale"))
+    required = c.delivery_required.is_(sa.true())
+    end = sa.case((required, rules.constant("failed")), else_=rules.constant("not_applicable"))
+    delivery_code = sa.case((required, rules.constant("delivery_grace_expired")), else_=rules.constant("internal_task"))
+    return _Statements(
+        active=sa.select(sa.func.count()).select_from(tasks).where(rules.active(c), *among),
+        open_deliveries=sa.select(sa.func.count()).select_from(tasks).where(rules.awaiting_delivery(c), *among),
+        stale=count(stale, conflicts["timeout"]),
+        due=count(due, conflicts["delivery"]),
+        writes={
+            "timeout": write(
+                "timeout",
+                stale,
+                (
+                    next_numbers["timeout"],
+                    rules.constant("task_transition"),
+                    rules.constant("running"),
+                    rules.constant("timed_out"),
+                    now,
+                    code,
+                ),
+                {
+                    "status": rules.constant("timed_out"),
+                    "updated_at": now,
+                    "ended_at": now,
+                    "terminal_code": code,
+                },
+            ),
+            "delivery": write(
+                "delivery",
+                due,
+                (
+                    delivery_number,
+                    rules.constant("delivery_transition"),
+                    rules.constant("pending"),
+                    end,
+                    now,
+                    delivery_code,
+                ),
+                {"delivery_status": end, "delivery_updated_at": now, "delivery_code": delivery_code},
+            ),
+        },
+    )
+
+
+def _connection(target: Connection | Session) -> Connection:
+    if isinstance(target, Connection):
+        return target
+    target.flush()
+    return target.connection()

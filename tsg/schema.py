@@ -1,0 +1,318 @@
+"""The schema of a database: what it is, whether it is exactly ours, and how it moves (Alembic).
+
+Looking needs no Alembic: the revisions' names and the digest of the schema at head are constants here, held
+to the migrations and to the models by tests. Alembic is imported when there is something to migrate.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection, Engine
+
+from tsg import published
+from tsg.engine import begun, for_writing
+from tsg.errors import InvalidInput, LedgerError, SchemaOutdated, SchemaTooNew, StateConflict
+from tsg.tables import PREFIX, VERSION_TABLE, version_table
+
+__all__ = [
+    "HEAD",
+    "REVISIONS",
+    "Report",
+    "State",
+    "bring_to_head",
+    "current",
+    "downgrade",
+    "fault",
+    "include_name",
+    "include_own_name",
+    "is_exact",
+    "may_migrate",
+    "migration",
+    "migrations_folder",
+    "require_known",
+    "revision_named",
+    "state",
+    "upgrade",
+]
+
+REVISIONS: Final = ("0001", "0002", "0003", "0004")
+HEAD: Final = REVISIONS[-1]
+
+#: Of the statements in ``sqlite_master`` that make up the schema at head, white space folded.
+_HEAD_SHA256: Final = "dbdb336597ef8e2eaf4f9e9753c3445f73f595ee556d3ccb1377abcac1217e19"
+
+_BROKEN_REFERENCES: Final = (
+    "SELECT 1 FROM pragma_foreign_key_check WHERE \"table\" LIKE 'tsg\\_%' ESCAPE '\\' "
+    "OR parent LIKE 'tsg\\_%' ESCAPE '\\' LIMIT 1"
+)
+
+# Alembic's ``op`` is one for the process: two threads that migrate, even two databases, would mix.
+_one_migration = threading.Lock()
+
+
+class State(NamedTuple):
+    """What a database holds.
+
+    Attributes:
+        revision: of our tables; ``None`` where there are none. A published file has that of its version.
+        published: the tables are the published package's, to be adopted.
+        empty: there is no table at all.
+    """
+
+    revision: str | None
+    published: bool
+    empty: bool
+
+
+class Report(NamedTuple):
+    """What a schema command did: whether it adopted a published file, and where the schema stands now."""
+
+    adopted: bool
+    current: str | None
+    head: str
+
+    def to_dict(self) -> dict[str, object]:
+        return self._asdict()
+
+
+def state(connection: Connection) -> State:
+    """What the database holds, by its table names and version row.
+
+    Raises:
+        StateConflict: tables of ours without exactly one version row.
+    """
+    names = (
+        set(sa.inspect(connection).get_table_names())
+        if connection.dialect.name != "sqlite"
+        else {row[0] for row in connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    )
+    if VERSION_TABLE in names:
+        rows = connection.scalars(sa.select(version_table.c.version_num)).all()
+        if len(rows) == 1:
+            return State(str(rows[0]), published=False, empty=False)
+        if rows:
+            raise StateConflict("the ledger's version table has more than one row")
+    if names & {"tsg_tasks", "tsg_task_events"}:
+        raise StateConflict("the ledger's tables have no version row; run doctor, restore it from a backup")
+    if published.is_present(connection):
+        found = published.version(connection)
+        return State(None if found is None else REVISIONS[found - 1], published=True, empty=False)
+    return State(None, published=False, empty=not {name for name in names if not name.startswith("sqlite_")})
+
+
+def current(connection: Connection) -> Report:
+    """Where the schema stands.
+
+    Raises:
+        StateConflict: its version can't be told.
+    """
+    return Report(adopted=False, current=state(connection).revision, head=HEAD)
+
+
+def fault(connection: Connection) -> LedgerError | None:
+    """What keeps a ledger from being used as it stands; ``None`` where it is exactly at head."""
+    try:
+        found = state(connection)
+    except StateConflict as error:
+        return error
+    if found.published:
+        return SchemaOutdated("this is a file of the published package: tsg upgrade adopts it, for good")
+    if found.revision is None:
+        return SchemaOutdated("there is no ledger in this database yet: run tsg upgrade")
+    if found.revision != HEAD:
+        if found.revision in REVISIONS:
+            return SchemaOutdated("the ledger has an older schema: run tsg upgrade")
+        return SchemaTooNew("the ledger was written by a later release: upgrade this package")
+    return None if is_exact(connection) else StateConflict("the ledger's schema was altered; run tsg check")
+
+
+def may_migrate(connection: Connection, *, adopt: bool) -> bool:
+    """Whether there is a way to head: from nothing, from an older revision, or by adoption where allowed."""
+    try:
+        found = state(connection)
+    except StateConflict:
+        return False
+    if found.published:
+        return adopt
+    return found.empty or (found.revision in REVISIONS and found.revision != HEAD)
+
+
+def is_exact(connection: Connection) -> bool:
+    """Whether the tables, columns, constraints, indexes and triggers of ours are those of head, and no more."""
+    statements = connection.exec_driver_sql(
+        "SELECT type, name, tbl_name, sql FROM sqlite_master WHERE sql IS NOT NULL "
+        "AND (tbl_name LIKE 'tsg\\_%' ESCAPE '\\' OR name LIKE 'tsg\\_%' ESCAPE '\\')"
+    )
+    return digest(" ".join(row) for row in statements) == _HEAD_SHA256
+
+
+def digest(statements: Iterator[str]) -> str:
+    """Of a set of statements, whatever their order and white space."""
+    folded = sorted(" ".join(statement.split()) for statement in statements)
+    return hashlib.sha256("\n".join(folded).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def require_known(connection: Connection) -> State:
+    """What the database holds, where this package knows it.
+
+    Raises:
+        SchemaTooNew: a revision of a later release.
+        StateConflict: tables of ours without a version.
+    """
+    found = state(connection)
+    if found.revision is not None and found.revision not in REVISIONS:
+        raise SchemaTooNew("the ledger was written by a later release: upgrade this package")
+    return found
+
+
+def revision_named(name: object, *, downgrade: bool = False) -> str:
+    """The revision of that name; ``head`` is one too, and ``base`` for a downgrade.
+
+    Raises:
+        InvalidInput: there is none.
+    """
+    if name in ("head", "heads"):
+        return HEAD
+    if isinstance(name, str) and (name in REVISIONS or (downgrade and name == "base")):
+        return name
+    raise InvalidInput("there is no such revision")
+
+
+def upgrade(target: Engine | Connection, revision: str = HEAD) -> Report:
+    """Bring the ledger's tables in a database to `revision`, adopting a published file.
+
+    On a connection it runs inside the caller's transaction and never commits; on an engine in one of its own.
+
+    Raises:
+        InvalidInput: no such revision.
+        SchemaTooNew: the database is newer than this package.
+        StateConflict: what is stored can't be held by the newer schema; nothing is changed.
+    """
+    return _migrate(target, "upgrade", revision)
+
+
+def downgrade(target: Engine | Connection, revision: str) -> Report:
+    """Take the ledger's tables back to `revision` (``base``: none), as :func:`upgrade` brings them on.
+
+    Raises:
+        InvalidInput: no such revision.
+        StateConflict: the older schema can't hold what is stored; nothing is changed.
+    """
+    return _migrate(target, "downgrade", revision)
+
+
+def bring_to_head(engine: Engine, *, adopt: bool) -> None:
+    """Make or upgrade the schema of a ledger's own file, whoever else is doing so at the same time.
+
+    Raises:
+        SchemaOutdated: a published file and no leave to `adopt` it, or a database of somebody else's tables.
+        LedgerError: as :func:`upgrade`.
+    """
+    with migration(engine) as connection:
+        # Others may have been here first: what holds is what is seen under the lock.
+        refused = fault(connection)
+        if refused is None:
+            return
+        if not may_migrate(connection, adopt=adopt):
+            raise refused
+        _migrate(connection, "upgrade", HEAD)
+
+
+@contextmanager
+def migration(engine: Engine) -> Iterator[Connection]:
+    """A transaction in which the schema may move: with the write lock, and on a ledger's own file with foreign
+    keys off, so that rebuilding a table loses nothing, and checked at its end.
+
+    Raises:
+        StateConflict: a reference is broken at its end; nothing is changed.
+    """
+    with for_writing(engine).connect() as connection:
+        driver = connection.connection.dbapi_connection
+        if not isinstance(driver, sqlite3.Connection) or driver.in_transaction:
+            with begun(connection):
+                yield connection
+            return
+        # Inside a transaction SQLite would not listen.
+        enforced = _foreign_keys(driver, on=False)
+        try:
+            with begun(connection):
+                yield connection
+                if connection.exec_driver_sql(_BROKEN_REFERENCES).first() is not None:
+                    raise StateConflict("a stored row refers to one that is not there; nothing was changed")
+        finally:
+            _foreign_keys(driver, on=enforced)
+
+
+def include_name(name: str | None, type_: str, parent_names: Any) -> bool:
+    """For a host's ``env.py``: keeps its autogenerate away from the ledger's tables.
+
+    Pass it as ``context.configure(..., include_name=tsg.include_name)``.
+    """
+    return not (type_ == "table" and name is not None and name.startswith(PREFIX))
+
+
+def include_own_name(name: str | None, type_: str, parent_names: Any) -> bool:
+    """The opposite, for our own ``env.py``: whatever else lives in the database is not ours to compare."""
+    return type_ != "table" or (name is not None and name.startswith(PREFIX) and name != VERSION_TABLE)
+
+
+def migrations_folder() -> Path:
+    """Where the revisions are: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    installed = package / "migrations"
+    return installed if (installed / "env.py").is_file() else package.parent / "migrations"
+
+
+def _migrate(target: Engine | Connection, direction: str, revision: str) -> Report:
+    if isinstance(target, Engine):
+        with migration(target) as connection:
+            return _migrate(connection, direction, revision)
+    if target.dialect.name != "sqlite":
+        raise InvalidInput("this release keeps its ledgers in SQLite")
+    destination = revision_named(revision, downgrade=direction == "downgrade")
+    before = require_known(target)
+    if before.published and (direction, destination) != ("upgrade", HEAD):
+        raise SchemaOutdated("a file of the published package is adopted as a whole: run tsg upgrade")
+    try:
+        _run(target, direction, destination)
+    except sa.exc.DBAPIError as error:
+        if isinstance(error, sa.exc.IntegrityError):
+            raise StateConflict("a stored row can't be held by the schema; nothing was changed") from None
+        raise
+    return Report(before.published, state(target).revision, HEAD)
+
+
+def _run(connection: Connection, direction: str, revision: str) -> None:
+    from alembic.operations import Operations
+    from alembic.runtime.migration import MigrationContext
+    from alembic.script import ScriptDirectory
+
+    scripts = ScriptDirectory(str(migrations_folder()))
+    # The same steps that alembic.command takes from env.py, which can't run inside another env.py.
+    steps: Any = scripts._upgrade_revs if direction == "upgrade" else scripts._downgrade_revs
+    with _one_migration:
+        context = MigrationContext.configure(
+            connection,
+            opts={
+                "version_table": VERSION_TABLE,
+                "script": scripts,
+                "transactional_ddl": True,
+                "fn": lambda revisions, _: steps(revision, revisions),
+            },
+        )
+        with Operations.context(context), context.begin_transaction():
+            context.run_migrations()
+
+
+def _foreign_keys(driver: sqlite3.Connection, *, on: bool) -> bool:
+    (before,) = driver.execute("PRAGMA foreign_keys").fetchone()
+    driver.execute(f"PRAGMA foreign_keys = {'ON' if on else 'OFF'}")
+    return bool(before)

@@ -1,0 +1,393 @@
+"""A ledger's file: who may reach it, whether it is still the same one, and a private copy of it.
+
+The database and SQLite's sidecars are for their owner alone. What is refused is refused before anything is
+opened, made or changed; the one who shares our user id is trusted. Only :meth:`LedgerFile.make` and
+:meth:`LedgerFile.tighten` change anything; everything else here only looks.
+
+A descriptor on a database that this process may have open is never closed here: POSIX drops *all* of a
+process's locks on a file with any of its descriptors. So files are judged by ``lstat``, and the one function
+that reads a file (:func:`read_snapshot`) does so only when no sidecar says that it is in use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import sqlite3
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from urllib.parse import quote
+
+from tsg.errors import InvalidInput, StateConflict
+
+__all__ = [
+    "SNAPSHOT_LIMIT",
+    "LedgerFile",
+    "copy_to_memory",
+    "locate",
+    "wipe",
+]
+
+#: The largest file of which a private copy is made, in bytes.
+SNAPSHOT_LIMIT: Final = 64 * 1024 * 1024
+
+_SIDECARS: Final = ("-journal", "-wal", "-shm")
+_POSIX: Final = os.name == "posix"
+_SHARED_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
+_PRIVATE_FILE: Final = 0o600
+_PRIVATE_DIRECTORY: Final = 0o700
+_CHUNK: Final = 1024 * 1024
+
+# Between making the empty file and closing its descriptor no thread of ours may open it (see above).
+_creating = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerFile:
+    """The place of a ledger's database: an absolute path whose directory is resolved and judged."""
+
+    path: str
+    permission_model: str
+
+    @property
+    def exists(self) -> bool:
+        """Whether something other than an empty file stands there."""
+        found = _lstat(self.path)
+        return found is not None and not (stat.S_ISREG(found.st_mode) and found.st_size == 0)
+
+    def make(self) -> None:
+        """Make the file where it is missing, empty, and its directories too.
+
+        Raises:
+            InvalidInput: the directory or the database is not what a private ledger may stand on.
+            StateConflict: the same of a sidecar.
+        """
+        with _refusing_os_errors():
+            _judge_directories(self.path)
+            _make_directories(os.path.dirname(self.path))
+            with _creating:
+                if _lstat(self.path) is None:
+                    _create(self.path)
+            self.judge()
+
+    def tighten(self) -> None:
+        """Take everybody else's permissions from the database and its sidecars.
+
+        Raises:
+            InvalidInput: the operating system won't.
+        """
+        if _POSIX:
+            with _refusing_os_errors():
+                for path in (self.path, *self._sidecars()):
+                    _tighten(path)
+
+    def require(self) -> None:
+        """That a database stands there, private enough to be read, and nothing else is changed by looking.
+
+        Raises:
+            InvalidInput: it is missing, no regular file of ours, or not exactly 0600.
+            StateConflict: its sidecars are not what SQLite leaves, or not private.
+        """
+        with _refusing_os_errors():
+            self.judge()
+            if not _POSIX:
+                return
+            if _mode(self.path) != _PRIVATE_FILE:
+                raise InvalidInput("a ledger opened read-only must have mode 0600 already")
+            if any(_mode(path) != _PRIVATE_FILE for path in self._sidecars()):
+                raise StateConflict("a sidecar of the ledger is not private; open the ledger for writing once")
+
+    def judge(self) -> None:
+        """That the database and its sidecars are plain files of their own.
+
+        Raises:
+            InvalidInput: no database there, or a link, an alias, another owner's, or no regular file.
+            StateConflict: a sidecar is one of those.
+        """
+        _judge_directories(self.path)
+        found = _lstat(self.path)
+        if found is None:
+            raise InvalidInput("there is no ledger at this path; tsg init makes one")
+        if not _is_plain(found):
+            raise InvalidInput("a ledger must be a regular file with one name, not a link or a device")
+        if _POSIX and found.st_uid != os.geteuid():
+            raise InvalidInput("a ledger must belong to the user who opens it")
+        for path in self._sidecars():
+            beside = _lstat(path)
+            if beside is not None and not _is_plain(beside):
+                raise StateConflict("a sidecar of the ledger is not a regular file with one name")
+
+    def traits(self) -> tuple[int, ...]:
+        """All that changes when somebody writes to the file, or another takes its place."""
+        found = _lstat(self.path)
+        return () if found is None else _traits(found)
+
+    def identity(self) -> tuple[int, int]:
+        """What tells this file from another of the same name: device and inode.
+
+        Raises:
+            StateConflict: there is no plain file there any more.
+        """
+        try:
+            found = os.lstat(self.path)
+        except OSError:
+            raise StateConflict("the ledger's file is gone") from None
+        if not _is_plain(found):
+            raise StateConflict("the ledger's file was replaced")
+        return found.st_dev, found.st_ino
+
+    def connect(self, mode: str, expected: tuple[int, int]) -> sqlite3.Connection:
+        """A new connection to the file that has the `expected` identity; it never creates one.
+
+        Args:
+            mode: SQLite's open mode, ``rw`` or ``ro``.
+
+        Raises:
+            StateConflict: another file stands there now.
+            sqlite3.Error: SQLite can't open it.
+        """
+        with _creating:
+            connection = sqlite3.connect(
+                f"file:{quote(os.fsencode(self.path) if _POSIX else Path(self.path).as_posix())}?mode={mode}",
+                uri=True,
+                check_same_thread=False,
+            )
+        if self.identity() != expected:
+            connection.close()
+            raise StateConflict("the ledger's file was replaced")
+        return connection
+
+    def is_live(self) -> bool:
+        """Whether SQLite's sidecars of a database in use are there; none of them otherwise.
+
+        Raises:
+            StateConflict: one of the pair, or a rollback journal: a state to be recovered, not read.
+        """
+        journal, wal, shm = (_lstat(self.path + suffix) is not None for suffix in _SIDECARS)
+        if journal or wal != shm:
+            raise StateConflict("the ledger was not closed cleanly; open it for writing once")
+        return wal
+
+    def read_snapshot(self, limit: int = SNAPSHOT_LIMIT) -> sqlite3.Connection:
+        """A private copy in memory of a closed ledger, read twice to be sure that nobody wrote meanwhile.
+
+        Args:
+            limit: the largest size that is read, in bytes.
+
+        Raises:
+            StateConflict: the file is too large, not in WAL mode, or changed while it was read.
+        """
+        try:
+            content, digest, before = _read_all(self.path, limit)
+            try:
+                if _read_digest(self.path) != (digest, before) or self.is_live():
+                    raise StateConflict("the ledger changed while it was read; try again")
+                return _load(content)
+            finally:
+                _blank(content)
+        except OSError:
+            raise StateConflict("the ledger's file can't be read") from None
+
+    def _sidecars(self) -> list[str]:
+        return [path for path in (self.path + suffix for suffix in _SIDECARS) if _lstat(path) is not None]
+
+
+def locate(target: object, *, allow_external_acl: bool = False) -> LedgerFile:
+    """The ledger file that `target` names. Nothing is created, and nothing but directories is looked at.
+
+    Args:
+        target: a path as text, bytes or ``os.PathLike``; relative ones from the working directory.
+        allow_external_acl: off POSIX, that the caller has made the directory private by other means.
+
+    Raises:
+        InvalidInput: no path of a local file.
+    """
+    try:
+        path = os.fsdecode(target)  # type: ignore[arg-type]  # what is no path raises TypeError
+        os.fsencode(path)
+    except (TypeError, ValueError):
+        raise InvalidInput("a ledger's path must be text, bytes or a path object") from None
+    if not path or "\0" in path or path.startswith(("//", "\\\\", "/\\", "\\/")):
+        raise InvalidInput("a ledger's path must name a local file")
+    if path == ":memory:" or path.startswith("file:") or os.path.basename(path) in ("", ".", ".."):
+        raise InvalidInput("a ledger must be a file on disk, named by its path")
+    if not _POSIX and not allow_external_acl:
+        raise InvalidInput("this system has no file modes: make the directory private, then allow_external_acl")
+    try:
+        directory, name = os.path.split(os.path.abspath(path))
+        return LedgerFile(os.path.join(os.path.realpath(directory), name), "posix_mode" if _POSIX else "external_acl")
+    except (OSError, ValueError):
+        raise InvalidInput("a ledger's path must name a local file") from None
+
+
+def copy_to_memory(source: sqlite3.Connection, limit: int = SNAPSHOT_LIMIT) -> sqlite3.Connection:
+    """A private copy in memory of a database that is open elsewhere, as of one moment.
+
+    Raises:
+        StateConflict: it has more than `limit` bytes.
+    """
+    (pages,) = source.execute("PRAGMA page_count").fetchone()
+    (size,) = source.execute("PRAGMA page_size").fetchone()
+    if pages * size > limit:
+        raise StateConflict("the ledger is too large for a private copy; raise the limit or upgrade it")
+    copy = sqlite3.connect(":memory:", check_same_thread=False)
+    source.backup(copy)
+    return copy
+
+
+def wipe(connection: sqlite3.Connection) -> None:
+    """Overwrite a private copy's pages before its memory is given back, then close it."""
+    try:
+        connection.rollback()
+        for pragma in ("query_only = OFF", "journal_mode = OFF", "secure_delete = ON", "foreign_keys = OFF"):
+            connection.execute(f"PRAGMA {pragma}").fetchall()
+        for kind in ("VIEW", "TABLE"):
+            found = connection.execute(
+                "SELECT name FROM sqlite_master WHERE type = ? AND name NOT LIKE 'sqlite\\_%' ESCAPE '\\'",
+                (kind.lower(),),
+            ).fetchall()
+            for (name,) in found:
+                connection.execute(f'DROP {kind} "{name.replace(chr(34), chr(34) * 2)}"')
+        connection.commit()
+    finally:
+        connection.close()
+
+
+def _is_plain(found: os.stat_result) -> bool:
+    reparse = getattr(found, "st_file_attributes", 0) & getattr(stat, "FILE_ATTRIBUTE_REPARSE_POINT", 0)
+    return stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and not reparse
+
+
+def _lstat(path: str) -> os.stat_result | None:
+    try:
+        return os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _mode(path: str) -> int:
+    return stat.S_IMODE(os.lstat(path).st_mode)
+
+
+def _judge_directories(path: str) -> None:
+    """The leaf directory must be ours alone to write; no other may be anybody's to rename in."""
+    if not _POSIX:
+        return
+    directory = os.path.dirname(path)
+    leaf = _lstat(directory)
+    if leaf is not None and (
+        not stat.S_ISDIR(leaf.st_mode) or leaf.st_uid != os.geteuid() or leaf.st_mode & _SHARED_WRITE
+    ):
+        raise InvalidInput("a ledger's directory must belong to its user, and no other may write there")
+    while directory != (above := os.path.dirname(directory)):
+        directory = above
+        found = _lstat(directory)
+        if found is not None and found.st_mode & _SHARED_WRITE and not found.st_mode & stat.S_ISVTX:
+            raise InvalidInput("a directory above the ledger may be written by others")
+
+
+def _make_directories(directory: str) -> None:
+    missing = []
+    while _lstat(directory) is None:
+        missing.append(directory)
+        directory = os.path.dirname(directory)
+    if missing and not _POSIX:
+        raise InvalidInput("a ledger's directory must exist before it")
+    if missing:
+        _judge_directories(os.path.join(missing[0], "ledger"))
+    for path in reversed(missing):
+        try:
+            os.mkdir(path, _PRIVATE_DIRECTORY)
+        except FileExistsError:
+            pass  # another first opener made it; it is judged like any other
+
+
+def _create(path: str) -> None:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+    try:
+        os.close(os.open(path, flags, _PRIVATE_FILE))
+    except FileExistsError:
+        pass  # another first opener made it; it is judged like any other
+
+
+def _tighten(path: str) -> None:
+    try:
+        if _mode(path) != _PRIVATE_FILE:
+            os.chmod(path, _PRIVATE_FILE)
+    except FileNotFoundError:
+        pass  # a sidecar goes when its last user closes
+
+
+@contextmanager
+def _refusing_os_errors() -> Iterator[None]:
+    """What the operating system refuses about a path is the caller's to mend, and its text stays here."""
+    try:
+        yield
+    except OSError:
+        raise InvalidInput("the ledger's path can't be used: it is missing, or permission is") from None
+
+
+def _opened(path: str) -> io.FileIO:
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0))
+
+    return io.FileIO(path, "rb", opener=opener)
+
+
+def _traits(found: os.stat_result) -> tuple[int, ...]:
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_nlink)
+
+
+def _read_all(path: str, limit: int) -> tuple[bytearray, bytes, tuple[int, ...]]:
+    with _opened(path) as file:
+        traits = _traits(os.fstat(file.fileno()))
+        if traits[2] > limit:
+            raise StateConflict("the ledger is too large for a private copy; raise the limit or keep it open")
+        content = bytearray(traits[2])
+        try:
+            filled = 0
+            while count := file.readinto(memoryview(content)[filled:]):
+                filled += count
+            # SQLite's header: bytes 18 and 19 are 2 in WAL mode.
+            if not content.startswith(b"SQLite format 3\0") or content[18:20] != b"\2\2":
+                raise StateConflict("the file is not a ledger in WAL mode")
+        except BaseException:
+            _blank(content)
+            raise
+        return content, hashlib.sha256(content).digest(), traits
+
+
+def _read_digest(path: str) -> tuple[bytes, tuple[int, ...]]:
+    digest = hashlib.sha256()
+    chunk = bytearray(_CHUNK)
+    try:
+        with _opened(path) as file:
+            while count := file.readinto(chunk):
+                digest.update(memoryview(chunk)[:count])
+            return digest.digest(), _traits(os.fstat(file.fileno()))
+    finally:
+        _blank(chunk)
+
+
+def _blank(buffer: bytearray) -> None:
+    buffer[:] = bytes(len(buffer))
+
+
+def _load(content: bytearray) -> sqlite3.Connection:
+    connection = sqlite3.connect(":memory:", check_same_thread=False)
+    try:
+        if not hasattr(connection, "deserialize"):
+            raise StateConflict("this Python's SQLite can't load a private copy; open the ledger for writing")
+        # A database in memory has no WAL; all of it is in the main file, since there was none beside it.
+        content[18:20] = b"\1\1"
+        connection.deserialize(content)
+    except BaseException:
+        connection.close()
+        raise
+    return connection

@@ -1,0 +1,156 @@
+"""The ledger's tables, as they stand at head. The models map them; everything set-based queries them.
+
+A task has an integer key ``pk`` beside its public ``id``, and its events are clustered on ``(task_pk,
+number)``: history lies together, a doubled or lost event shows in its number, and a set of a million
+transitions writes in order. Every constraint and index is named.
+
+The tables stand apart from the models so that the command line and the set-based work need no ORM.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, Final, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy import event
+from sqlalchemy.engine import Dialect
+from sqlalchemy.types import TypeDecorator
+
+from tsg import guards, rules, values
+from tsg.errors import StateConflict
+from tsg.states import DeliveryStatus, TaskStatus
+
+__all__ = ["PREFIX", "VERSION_TABLE", "metadata", "task_events", "tasks", "version_table"]
+
+#: All tables of ours start so, whatever database they live in.
+PREFIX: Final = "tsg_"
+#: Where Alembic keeps the ledger's revision; never a host's own ``alembic_version``.
+VERSION_TABLE: Final = "tsg_alembic_version"
+
+_State = TypeVar("_State", TaskStatus, DeliveryStatus)
+
+
+class StateText(TypeDecorator[Any]):
+    """A state as its text in the database and as its enum in Python."""
+
+    impl = sa.String
+    cache_ok = True
+
+    def __init__(self, states: type[TaskStatus] | type[DeliveryStatus]) -> None:
+        super().__init__(16)
+        self.states = states
+        self._by_text: dict[str, Enum] = {state.value: state for state in states}
+
+    def process_bind_param(self, value: object, dialect: Dialect) -> str | None:
+        return None if value is None else str(value)
+
+    def process_result_value(self, value: object, dialect: Dialect) -> Enum | None:
+        if value is None:
+            return None
+        try:
+            return self._by_text[value]  # type: ignore[index]  # damage may have stored any type
+        except (KeyError, TypeError):
+            raise StateConflict("a stored state is none of the known ones; run doctor") from None
+
+
+class TaskId(TypeDecorator[str]):
+    """A UUID as canonical text, whatever written form it is compared with."""
+
+    impl = sa.String
+    cache_ok = True
+
+    def __init__(self) -> None:
+        super().__init__(36)
+
+    def process_bind_param(self, value: object, dialect: Dialect) -> str | None:
+        return values.optional_id(value)
+
+
+metadata: Final = sa.MetaData(
+    naming_convention={
+        "pk": "pk_%(table_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+        "ix": "ix_%(table_name)s_%(column_0_name)s",
+    }
+)
+
+_Key = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+
+tasks: Final = sa.Table(
+    "tsg_tasks",
+    metadata,
+    sa.Column("pk", _Key, primary_key=True),
+    sa.Column("id", TaskId(), nullable=False, unique=True),
+    sa.Column("parent_id", TaskId(), sa.ForeignKey("tsg_tasks.id")),
+    sa.Column("status", StateText(TaskStatus), nullable=False),
+    sa.Column("delivery_status", StateText(DeliveryStatus), nullable=False),
+    sa.Column("delivery_required", sa.Boolean(), nullable=False),
+    sa.Column("expects_heartbeat", sa.Boolean(), nullable=False),
+    sa.Column("payload_hash", sa.String(64)),
+    sa.Column("timeout_seconds", sa.Double()),
+    sa.Column("created_at", sa.Double(), nullable=False),
+    sa.Column("started_at", sa.Double()),
+    sa.Column("updated_at", sa.Double(), nullable=False),
+    sa.Column("ended_at", sa.Double()),
+    sa.Column("deadline_at", sa.Double()),
+    sa.Column("delivery_updated_at", sa.Double(), nullable=False),
+    sa.Column("terminal_code", sa.String(32)),
+    sa.Column("delivery_code", sa.String(32)),
+    sa.Column("version", sa.Integer(), nullable=False),
+)
+
+task_events: Final = sa.Table(
+    "tsg_task_events",
+    metadata,
+    sa.Column("task_pk", _Key, sa.ForeignKey("tsg_tasks.pk", ondelete="CASCADE"), primary_key=True),
+    sa.Column("number", sa.SmallInteger(), primary_key=True, autoincrement=False),
+    sa.Column("kind", sa.String(20), nullable=False),
+    sa.Column("from_status", sa.String(16)),
+    sa.Column("to_status", sa.String(16), nullable=False),
+    sa.Column("occurred_at", sa.Double(), nullable=False),
+    sa.Column("code", sa.String(32)),
+    sqlite_with_rowid=False,
+)
+
+for _table, _rules in ((tasks, rules.task_rules(tasks.c)), (task_events, rules.event_rules(task_events.c))):
+    for _rule in _rules:
+        _table.append_constraint(sa.CheckConstraint(_rule.holds, name=_rule.name))
+
+# What reconcile looks for are the few rows that are not at rest: partial indexes hold just those, so that
+# its time does not grow with history, and a row that comes to rest leaves them.
+sa.Index(
+    "ix_tsg_tasks_active",
+    tasks.c.status,
+    tasks.c.updated_at,
+    tasks.c.deadline_at,
+    tasks.c.expects_heartbeat,
+    sqlite_where=rules.active(tasks.c),
+    postgresql_where=rules.active(tasks.c),
+)
+sa.Index(
+    "ix_tsg_tasks_delivery_pending",
+    tasks.c.ended_at,
+    sqlite_where=rules.awaiting_delivery(tasks.c),
+    postgresql_where=rules.awaiting_delivery(tasks.c),
+)
+sa.Index(
+    "ix_tsg_tasks_parent_id",
+    tasks.c.parent_id,
+    tasks.c.created_at,
+    sqlite_where=tasks.c.parent_id.is_not(None),
+    postgresql_where=tasks.c.parent_id.is_not(None),
+)
+
+#: As Alembic makes it; apart from the metadata, since it is Alembic's to create.
+version_table: Final = sa.Table(
+    VERSION_TABLE,
+    sa.MetaData(),
+    sa.Column("version_num", sa.String(32), nullable=False),
+    sa.PrimaryKeyConstraint("version_num", name=f"{VERSION_TABLE}_pkc"),
+)
+
+for _guard in guards.GUARDS:
+    event.listen(task_events, "after_create", sa.DDL(_guard.sqlite).execute_if(dialect="sqlite"))

@@ -1,0 +1,169 @@
+"""What callers may pass, made canonical, or refused with :exc:`tsg.InvalidInput`.
+
+Nothing here knows a state or a database. Whatever comes in, only exact built-in types go on: a subclass
+of ``str`` or ``float`` can't bring its own idea of equality along.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import uuid
+from collections.abc import Callable
+from datetime import datetime
+from typing import Final
+
+from tsg.errors import InvalidInput
+
+__all__ = [
+    "canonical_id",
+    "clock_reading",
+    "flag",
+    "moment",
+    "non_negative",
+    "number",
+    "optional_id",
+    "payload_digest",
+    "payload_fingerprint",
+    "text",
+    "whole",
+]
+
+_UUID_DIGITS: Final = re.compile(r"[0-9a-fA-F]{32}\Z")
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}\Z")
+#: Long enough for every written form of a UUID or a float; longer text is refused unread.
+_LONGEST_TEXT: Final = 1024
+
+
+def text(value: object) -> str | None:
+    """`value` as an exact ``str`` where it is text, else ``None``."""
+    return str.__str__(value) if isinstance(value, str) else None
+
+
+def canonical_id(value: object) -> str:
+    """The canonical text (lower case, hyphens) of a UUID given as such or in any common written form.
+
+    Raises:
+        InvalidInput: it is not a UUID.
+    """
+    if isinstance(value, uuid.UUID):
+        return str(uuid.UUID(int=int(value.int)))
+    written = text(value)
+    if written is not None and len(written) <= _LONGEST_TEXT:
+        digits = written.replace("urn:", "").replace("uuid:", "").strip("{}").replace("-", "")
+        if _UUID_DIGITS.match(digits):
+            return str(uuid.UUID(hex=digits))
+    raise InvalidInput("an id must be a UUID")
+
+
+def optional_id(value: object) -> str | None:
+    """As :func:`canonical_id`, with ``None`` let through."""
+    return None if value is None else canonical_id(value)
+
+
+def number(value: object, what: str) -> float:
+    """A finite float from a number, or from text or bytes that read as one; booleans are not numbers.
+
+    Raises:
+        InvalidInput: anything else, with `what` (a fixed word, never the value) in its message.
+    """
+    if not isinstance(value, bool):
+        if isinstance(value, (str, bytes, bytearray)) and len(value) > _LONGEST_TEXT:
+            raise InvalidInput(f"{what} must be a finite number")
+        try:
+            result = float(value)  # type: ignore[arg-type]  # whatever is no number is refused below
+        except Exception:
+            # A foreign __float__ may raise anything; none of it may reach the caller.
+            raise InvalidInput(f"{what} must be a finite number") from None
+        if math.isfinite(result):
+            return float.__float__(result)
+    raise InvalidInput(f"{what} must be a finite number")
+
+
+def non_negative(value: object, what: str) -> float:
+    """As :func:`number`, and not below zero (negative zero becomes zero).
+
+    Raises:
+        InvalidInput: anything else.
+    """
+    result = number(value, what)
+    if result < 0:
+        raise InvalidInput(f"{what} must not be negative")
+    return abs(result)
+
+
+def moment(value: object) -> float:
+    """A time in seconds since the epoch, given so or as an aware ``datetime``.
+
+    Raises:
+        InvalidInput: a naive datetime, whose instant nobody can tell, or no finite number.
+    """
+    if isinstance(value, datetime):
+        if value.utcoffset() is None:
+            raise InvalidInput("a datetime needs a time zone; a naive one names no instant")
+        return value.timestamp()
+    return number(value, "a time")
+
+
+def whole(value: object, what: str) -> int:
+    """A whole number from zero to what a signed 32-bit field holds; booleans are not numbers.
+
+    Raises:
+        InvalidInput: anything else.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= int(value) < 2**31:
+        return int(value)
+    raise InvalidInput(f"{what} must be a whole number, not negative")
+
+
+def clock_reading(clock: Callable[[], object]) -> float:
+    """One reading of `clock`, in seconds since the epoch.
+
+    Raises:
+        InvalidInput: the clock gave no finite number.
+    """
+    return number(clock(), "the clock")
+
+
+def flag(value: object, what: str) -> bool:
+    """`value` where it is a ``bool``.
+
+    Raises:
+        InvalidInput: anything else, 0 and 1 included.
+    """
+    if isinstance(value, bool):
+        return value
+    raise InvalidInput(f"{what} must be true or false")
+
+
+def payload_digest(value: object) -> str | None:
+    """A SHA-256 digest as 64 lower-case hexadecimal digits; ``None`` is let through.
+
+    Raises:
+        InvalidInput: anything else.
+    """
+    if value is None:
+        return None
+    digest = text(value)
+    if digest is None or _DIGEST.match(digest) is None:
+        raise InvalidInput("a payload hash must be 64 lower-case hexadecimal digits")
+    return digest
+
+
+def payload_fingerprint(payload: str | bytes) -> str:
+    """The SHA-256 of a payload (text as UTF-8), in the form that a task's ``payload_hash`` takes.
+
+    A fingerprint can be linked, and of a short or guessable payload it can be guessed: leave it out there,
+    or pass a keyed digest of your own.
+
+    Raises:
+        InvalidInput: neither text nor bytes, or text that has no UTF-8 form.
+    """
+    try:
+        content = payload.encode() if isinstance(payload, str) else payload
+    except UnicodeEncodeError:
+        raise InvalidInput("a payload must be text or bytes") from None
+    if not isinstance(content, bytes):
+        raise InvalidInput("a payload must be text or bytes")
+    return hashlib.sha256(content).hexdigest()
