@@ -113,7 +113,13 @@ def examine(target: Connection | Session) -> Report:
         event_count=counts.get("event_count", 0),
         task_status_counts={state.value: counts.get(f"task_{state.value}", 0) for state in TaskStatus},
         delivery_status_counts={state.value: counts.get(f"delivery_{state.value}", 0) for state in DeliveryStatus},
-        **found,  # type: ignore[typeddict-item]  # its keys are FINDINGS
+        orphan_count=found["orphan_count"],
+        parent_cycle_count=found["parent_cycle_count"],
+        foreign_key_error_count=found["foreign_key_error_count"],
+        state_inconsistency_count=found["state_inconsistency_count"],
+        timestamp_inconsistency_count=found["timestamp_inconsistency_count"],
+        event_inconsistency_count=found["event_inconsistency_count"],
+        doctor_error_count=found["doctor_error_count"],
     )
 
 
@@ -154,7 +160,7 @@ def _file_is_sound(connection: Connection) -> bool:
 
 
 @cache
-def _task_scan() -> sa.Select[Any]:
+def _task_scan() -> sa.Select[*tuple[Any, ...]]:
     """One pass over the tasks for everything that a row, its parent and its events say of each other."""
     task = tasks.alias("task")
     parent = tasks.alias("parent")
@@ -205,7 +211,7 @@ def _count_events(connection: Connection) -> Counts:
 
 
 @cache
-def _orphans() -> sa.Select[tuple[int]]:
+def _orphans() -> sa.Select[*tuple[Any, ...]]:
     parent = tasks.alias("parent")
     return (
         sa.select(sa.func.count())

@@ -22,7 +22,7 @@ from sqlalchemy.pool import QueuePool
 
 from tsg.errors import StateConflict
 
-__all__ = ["begun", "enable_wal", "for_writing", "make_engine", "transaction"]
+__all__ = ["begun", "enable_wal", "for_writing", "make_engine", "sqlite_driver", "transaction"]
 
 #: The execution option that says how a transaction begins.
 BEGIN: Final = "tsg_begin"
@@ -93,10 +93,16 @@ def transaction(engine: Engine) -> Iterator[Connection]:
 def begun(connection: Connection) -> Iterator[Connection]:
     """A transaction on `connection`. On SQLite it begins at once, IMMEDIATE on an engine :func:`for_writing`."""
     with connection.begin():
-        driver = connection.connection.dbapi_connection
-        if isinstance(driver, sqlite3.Connection) and not driver.in_transaction:
+        driver = sqlite_driver(connection)
+        if driver is not None and not driver.in_transaction:
             connection.exec_driver_sql(f"BEGIN {connection.get_execution_options().get(BEGIN, '')}")
         yield connection
+
+
+def sqlite_driver(connection: Connection) -> sqlite3.Connection | None:
+    """The ``sqlite3`` connection underneath, where that is what there is."""
+    driver: object = connection.connection.dbapi_connection
+    return driver if isinstance(driver, sqlite3.Connection) else None
 
 
 def enable_wal(connection: sqlite3.Connection, busy_timeout_ms: int) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from functools import cache
-from typing import Any, ClassVar
 
 import sqlalchemy as sa
 from sqlalchemy import event as sa_event
@@ -78,7 +77,7 @@ class Task(_Recorded, Base):
     """
 
     __table__ = tasks
-    __mapper_args__: ClassVar[dict[str, Any]] = {
+    __mapper_args__ = {
         "primary_key": [tasks.c.id],
         "version_id_col": tasks.c.version,
         "version_id_generator": False,

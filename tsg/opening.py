@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import URL, Connection, Engine
 
 from tsg import schema, storage
-from tsg.engine import enable_wal, make_engine, transaction
+from tsg.engine import enable_wal, make_engine, sqlite_driver, transaction
 from tsg.errors import InvalidInput, LedgerError, SchemaOutdated, StateConflict
 from tsg.storage import SNAPSHOT_LIMIT, LedgerFile
 
@@ -188,8 +188,8 @@ def open_read_only(
         opened = Opened(original, original, file.permission_model, verify=verify, copies=copies)
         try:
             with transaction(original) as connection:
-                driver = connection.connection.dbapi_connection
-                assert isinstance(driver, sqlite3.Connection)
+                driver = sqlite_driver(connection)
+                assert driver is not None
                 if not copies and driver.execute("PRAGMA journal_mode").fetchone() != ("wal",):
                     raise StateConflict("the file is not a ledger in WAL mode")
                 opened.fault = schema.fault(connection)
@@ -252,6 +252,6 @@ def _private(copy: sqlite3.Connection, busy_timeout_ms: int, *, read_only: bool 
 
 def _enable_wal(engine: Engine, busy_timeout_ms: int) -> None:
     with engine.connect() as connection:
-        driver = connection.connection.dbapi_connection
-        assert isinstance(driver, sqlite3.Connection)
+        driver = sqlite_driver(connection)
+        assert driver is not None
         enable_wal(driver, busy_timeout_ms)

@@ -180,7 +180,7 @@ class _Run:
         if parent is not None and connection.scalar(_PARENT, parameters) is None:
             raise TaskNotFound("there is no task with the parent's id")
         # The first read fixes the snapshot; only then is the clock looked at.
-        active = connection.scalar(statements.active, parameters) or 0
+        active: int = connection.execute(statements.active, parameters).scalar_one()
         moment = values.number(now, "now") if now is not None else values.clock_reading(clock)
         parameters |= {
             "now": moment,
@@ -196,7 +196,8 @@ class _Run:
         return self._find(self.statements.due)
 
     def open_deliveries(self) -> int:
-        return self.connection.scalar(self.statements.open_deliveries, self.parameters) or 0
+        found: int = self.connection.execute(self.statements.open_deliveries, self.parameters).scalar_one()
+        return found
 
     def write(self, kind: str, expected: int) -> None:
         if not expected:
@@ -221,18 +222,19 @@ class _Run:
             report["conflicts_skipped"] = stale.conflicts + due.conflicts
         return report
 
-    def _find(self, statement: sa.Select[tuple[int, int, int]]) -> _Found:
-        found = _Found(*self.connection.execute(statement, self.parameters).one())
+    def _find(self, statement: sa.Select[*tuple[Any, ...]]) -> _Found:
+        conflicts, required, internal = self.connection.execute(statement, self.parameters).one()
+        found = _Found(conflicts, required, internal)
         if found.conflicts and not self.skip:
             raise StateConflict("a row to be changed is damaged or has times in the future; run doctor")
         return found
 
 
 class _Statements(NamedTuple):
-    active: sa.Select[tuple[int]]
-    open_deliveries: sa.Select[tuple[int]]
-    stale: sa.Select[tuple[int, int, int]]
-    due: sa.Select[tuple[int, int, int]]
+    active: sa.Select[*tuple[Any, ...]]
+    open_deliveries: sa.Select[*tuple[Any, ...]]
+    stale: sa.Select[*tuple[Any, ...]]
+    due: sa.Select[*tuple[Any, ...]]
     writes: dict[str, tuple[sa.Insert, sa.Update]]
 
 
@@ -243,9 +245,9 @@ _EVENT_COLUMNS: Final = ("task_pk", "number", "kind", "from_status", "to_status"
 @lru_cache(maxsize=4)
 def _statements(skip: bool, one_parent: bool) -> _Statements:
     c = tasks.c
-    now, stale_before, due_before = (
-        sa.bindparam(name, type_=sa.Double()) for name in ("now", "stale_before", "due_before")
-    )
+    now: sa.BindParameter[float] = sa.bindparam("now", type_=sa.Double())
+    stale_before: sa.BindParameter[float] = sa.bindparam("stale_before", type_=sa.Double())
+    due_before: sa.BindParameter[float] = sa.bindparam("due_before", type_=sa.Double())
     among = [c.parent_id == sa.bindparam("parent")] if one_parent else []
     expired = c.deadline_at <= now
     silent = sa.and_(c.expects_heartbeat.is_(sa.true()), c.updated_at <= stale_before)
@@ -266,7 +268,7 @@ def _statements(skip: bool, one_parent: bool) -> _Statements:
         )
     }
 
-    def count(condition: Any, conflict: Any) -> sa.Select[tuple[int, int, int]]:
+    def count(condition: Any, conflict: Any) -> sa.Select[*tuple[Any, ...]]:
         required = c.delivery_required.is_(sa.true())
         counts = (conflict, sa.and_(sa.not_(conflict), required), sa.and_(sa.not_(conflict), sa.not_(required)))
         return sa.select(*(sa.func.count().filter(each) for each in counts)).select_from(tasks).where(condition)

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
 
 from tsg import published
-from tsg.engine import begun, for_writing
+from tsg.engine import begun, for_writing, sqlite_driver
 from tsg.errors import InvalidInput, LedgerError, SchemaOutdated, SchemaTooNew, StateConflict
 from tsg.tables import PREFIX, VERSION_TABLE, version_table
 
@@ -235,8 +235,8 @@ def migration(engine: Engine) -> Iterator[Connection]:
         StateConflict: a reference is broken at its end; nothing is changed.
     """
     with for_writing(engine).connect() as connection:
-        driver = connection.connection.dbapi_connection
-        if not isinstance(driver, sqlite3.Connection) or driver.in_transaction:
+        driver = sqlite_driver(connection)
+        if driver is None or driver.in_transaction:
             with begun(connection):
                 yield connection
             return

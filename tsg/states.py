@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from enum import Enum
+from enum import Enum, StrEnum
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 
-class TaskStatus(str, Enum):
+class TaskStatus(StrEnum):
     """Whether the work ended, and how."""
 
     QUEUED = "queued"
@@ -66,18 +66,14 @@ class TaskStatus(str, Enum):
     TIMED_OUT = "timed_out"
     CANCELLED = "cancelled"
 
-    __str__ = str.__str__
 
-
-class DeliveryStatus(str, Enum):
+class DeliveryStatus(StrEnum):
     """Whether the result arrived."""
 
     PENDING = "pending"
     DELIVERED = "delivered"
     FAILED = "failed"
     NOT_APPLICABLE = "not_applicable"
-
-    __str__ = str.__str__
 
 
 class Verb(Enum):

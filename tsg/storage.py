@@ -18,7 +18,7 @@ import sqlite3
 import stat
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -299,29 +299,24 @@ def _make_directories(directory: str) -> None:
         directory = os.path.dirname(directory)
     if missing and not _POSIX:
         raise InvalidInput("a ledger's directory must exist before it")
-    if missing:
-        _judge_directories(os.path.join(missing[0], "ledger"))
     for path in reversed(missing):
-        try:
+        # Another first opener may make it just now; it is judged like any other.
+        with suppress(FileExistsError):
             os.mkdir(path, _PRIVATE_DIRECTORY)
-        except FileExistsError:
-            pass  # another first opener made it; it is judged like any other
 
 
 def _create(path: str) -> None:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-    try:
+    # Another first opener may make it just now; it is judged like any other.
+    with suppress(FileExistsError):
         os.close(os.open(path, flags, _PRIVATE_FILE))
-    except FileExistsError:
-        pass  # another first opener made it; it is judged like any other
 
 
 def _tighten(path: str) -> None:
-    try:
+    # A sidecar goes when its last user closes.
+    with suppress(FileNotFoundError):
         if _mode(path) != _PRIVATE_FILE:
             os.chmod(path, _PRIVATE_FILE)
-    except FileNotFoundError:
-        pass  # a sidecar goes when its last user closes
 
 
 @contextmanager

@@ -153,4 +153,4 @@ version_table: Final = sa.Table(
 )
 
 for _guard in guards.GUARDS:
-    event.listen(task_events, "after_create", sa.DDL(_guard.sqlite).execute_if(dialect="sqlite"))
+    event.listen(task_events, "after_create", sa.DDL(_guard.sqlite).execute_if(dialect="sqlite"))  # type: ignore[no-untyped-call]  # so in SQLAlchemy
