@@ -222,19 +222,27 @@ class _Run:
             report["conflicts_skipped"] = stale.conflicts + due.conflicts
         return report
 
-    def _find(self, statement: sa.Select[*tuple[Any, ...]]) -> _Found:
-        conflicts, required, internal = self.connection.execute(statement, self.parameters).one()
-        found = _Found(conflicts, required, internal)
-        if found.conflicts and not self.skip:
-            raise StateConflict("a row to be changed is damaged or has times in the future; run doctor")
-        return found
+    def _find(self, counts: _Counts) -> _Found:
+        conflicts, total, required = self.connection.execute(counts.found, self.parameters).one()
+        if conflicts:
+            if not self.skip:
+                raise StateConflict("a row to be changed is damaged or has times in the future; run doctor")
+            total, required = self.connection.execute(counts.actionable, self.parameters).one()
+        return _Found(conflicts, required, total - required)
+
+
+class _Counts(NamedTuple):
+    """How many rows are in conflict, are due, and of those required; and the last two without conflicts."""
+
+    found: sa.Select[*tuple[Any, ...]]
+    actionable: sa.Select[*tuple[Any, ...]]
 
 
 class _Statements(NamedTuple):
     active: sa.Select[*tuple[Any, ...]]
     open_deliveries: sa.Select[*tuple[Any, ...]]
-    stale: sa.Select[*tuple[Any, ...]]
-    due: sa.Select[*tuple[Any, ...]]
+    stale: _Counts
+    due: _Counts
     writes: dict[str, tuple[sa.Insert, sa.Update]]
 
 
@@ -268,10 +276,13 @@ def _statements(skip: bool, one_parent: bool) -> _Statements:
         )
     }
 
-    def count(condition: Any, conflict: Any) -> sa.Select[*tuple[Any, ...]]:
-        required = c.delivery_required.is_(sa.true())
-        counts = (conflict, sa.and_(sa.not_(conflict), required), sa.and_(sa.not_(conflict), sa.not_(required)))
-        return sa.select(*(sa.func.count().filter(each) for each in counts)).select_from(tasks).where(condition)
+    required = c.delivery_required.is_(sa.true())
+
+    def count(condition: Any, conflict: Any) -> _Counts:
+        counted = (sa.func.count(), sa.func.count().filter(required))
+        # To look for a conflict is what costs: once a row.
+        found = sa.select(sa.func.count().filter(conflict), *counted).select_from(tasks).where(condition)
+        return _Counts(found, sa.select(*counted).select_from(tasks).where(condition, sa.not_(conflict)))
 
     def write(
         kind: str, condition: Any, event: tuple[Any, ...], changes: dict[str, Any]
@@ -287,12 +298,12 @@ def _statements(skip: bool, one_parent: bool) -> _Statements:
         )
         source = sa.select(c.pk, *event).where(condition, *([sa.not_(conflicts[kind])] if skip else []))
         return (
-            sa.insert(task_events).from_select(_EVENT_COLUMNS, source.order_by(c.pk)),
+            # In the order of the events' own key; as an expression, or SQLite would scan all tasks in that order.
+            sa.insert(task_events).from_select(_EVENT_COLUMNS, source.order_by(c.pk + sa.literal_column("0"))),
             sa.update(tasks).where(condition, *([acted_on] if skip else [])).values(**changes, version=c.version + 1),
         )
 
     code = sa.case((expired, rules.constant("deadline_exceeded")), else_=rules.constant("restart_stale"))
-    required = c.delivery_required.is_(sa.true())
     end = sa.case((required, rules.constant("failed")), else_=rules.constant("not_applicable"))
     delivery_code = sa.case((required, rules.constant("delivery_grace_expired")), else_=rules.constant("internal_task"))
     return _Statements(
