@@ -22,7 +22,7 @@ from sqlalchemy.pool import QueuePool
 
 from tsg.errors import StateConflict
 
-__all__ = ["begun", "enable_wal", "for_writing", "make_engine", "sqlite_driver", "transaction"]
+__all__ = ["begun", "enable_wal", "for_writing", "make_engine", "refusing", "sqlite_driver", "transaction"]
 
 #: The execution option that says how a transaction begins.
 BEGIN: Final = "tsg_begin"
@@ -103,6 +103,24 @@ def sqlite_driver(connection: Connection) -> sqlite3.Connection | None:
     """The ``sqlite3`` connection underneath, where that is what there is."""
     driver: object = connection.connection.dbapi_connection
     return driver if isinstance(driver, sqlite3.Connection) else None
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Turn every error of SQLAlchemy and of the driver into one of ours, without its text.
+
+    Raises:
+        StateConflict: the database could not do what was asked of it.
+    """
+    try:
+        yield
+    except sa.exc.IntegrityError:
+        raise StateConflict("the database's own guards refused the change; run doctor") from None
+    except (sa.exc.SQLAlchemyError, sqlite3.Error) as error:
+        code = getattr(getattr(error, "orig", error), "sqlite_errorcode", None)
+        if isinstance(error, sa.exc.TimeoutError) or (code is not None and code & 0xFF == sqlite3.SQLITE_BUSY):
+            raise StateConflict("others kept the ledger busy for too long; try again") from None
+        raise StateConflict("the database can't be read or written; check the file and the disk") from None
 
 
 def enable_wal(connection: sqlite3.Connection, busy_timeout_ms: int) -> None:

@@ -15,9 +15,9 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
 
 from tsg import doctor, reconcile, rules, states, values
-from tsg.engine import for_writing, transaction
+from tsg.engine import for_writing, refusing, transaction
 from tsg.errors import InvalidInput, StateConflict, TaskNotFound
-from tsg.opening import file_at, open_as_it_is, open_engine, open_read_only, open_to_write, refusing
+from tsg.opening import file_at, open_as_it_is, open_engine, open_read_only, open_to_write
 from tsg.reconcile import ReconcilePolicy
 from tsg.states import Change, DeliveryStatus, TaskStatus, Verb
 from tsg.tables import task_events, tasks
@@ -318,8 +318,9 @@ class Ledger:
     @contextmanager
     def _reading(self) -> Iterator[Connection]:
         self._require_open()
-        if self._opened.fault is not None:
-            raise self._opened.fault
+        fault = self._opened.fault
+        if fault is not None:
+            raise type(fault)(*fault.args)
         with refusing(), transaction(self._opened.engine) as connection:
             yield connection
 

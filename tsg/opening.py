@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import URL, Connection, Engine
 
 from tsg import schema, storage
-from tsg.engine import enable_wal, make_engine, sqlite_driver, transaction
+from tsg.engine import enable_wal, make_engine, refusing, sqlite_driver, transaction
 from tsg.errors import InvalidInput, LedgerError, SchemaOutdated, StateConflict
 from tsg.storage import SNAPSHOT_LIMIT, LedgerFile
 
@@ -29,7 +29,6 @@ __all__ = [
     "open_engine",
     "open_read_only",
     "open_to_write",
-    "refusing",
 ]
 
 BUSY_TIMEOUT_MS: Final = 5000
@@ -62,24 +61,6 @@ class Opened:
         if self.owned:
             for engine in {self.engine, self.original}:
                 engine.dispose()
-
-
-@contextmanager
-def refusing() -> Iterator[None]:
-    """Turn every error of SQLAlchemy and of the driver into one of ours, without its text.
-
-    Raises:
-        StateConflict: the database could not do what was asked of it.
-    """
-    try:
-        yield
-    except sa.exc.IntegrityError:
-        raise StateConflict("the database's own guards refused the change; run doctor") from None
-    except (sa.exc.SQLAlchemyError, sqlite3.Error) as error:
-        code = getattr(getattr(error, "orig", error), "sqlite_errorcode", None)
-        if isinstance(error, sa.exc.TimeoutError) or (code is not None and code & 0xFF == sqlite3.SQLITE_BUSY):
-            raise StateConflict("others kept the ledger busy for too long; try again") from None
-        raise StateConflict("the database can't be read or written; check the file and the disk") from None
 
 
 def file_at(target: object, *, allow_external_acl: bool = False) -> LedgerFile:

@@ -19,6 +19,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from tsg import rules, values
+from tsg.engine import refusing
 from tsg.errors import InvalidInput, StateConflict, TaskNotFound
 from tsg.states import Clock
 from tsg.tables import task_events, tasks
@@ -102,13 +103,14 @@ def preview(
         StateConflict: a row to be changed breaks a rule, or has a time later than `now`.
         TaskNotFound: there is no such parent.
     """
-    connection = _connection(target)
-    run = _Run.begin(connection, policy, now, clock, skip_conflicts=skip_conflicts, parent_id=parent_id)
-    stale = run.stale()
-    due = run.due()
-    if run.parameters["now"] <= run.parameters["due_before"]:
-        due = _Found(due.conflicts, due.required + stale.required, due.internal + stale.internal)
-    return run.report(stale, run.open_deliveries() + stale.actionable, due, applied=False)
+    with refusing():
+        connection = _connection(target)
+        run = _Run.begin(connection, policy, now, clock, skip_conflicts=skip_conflicts, parent_id=parent_id)
+        stale = run.stale()
+        due = run.due()
+        if run.parameters["now"] <= run.parameters["due_before"]:
+            due = _Found(due.conflicts, due.required + stale.required, due.internal + stale.internal)
+        return run.report(stale, run.open_deliveries() + stale.actionable, due, applied=False)
 
 
 def apply(
@@ -128,13 +130,14 @@ def apply(
         StateConflict: also where somebody else changed a row in the middle, which no isolation that this
             asks for allows.
     """
-    connection = _connection(target)
-    run = _Run.begin(connection, policy, now, clock, skip_conflicts=skip_conflicts, parent_id=parent_id)
-    stale = run.stale()
-    run.write("timeout", stale.actionable)
-    examined = run.open_deliveries()
-    due = run.due()
-    run.write("delivery", due.actionable)
+    with refusing():
+        connection = _connection(target)
+        run = _Run.begin(connection, policy, now, clock, skip_conflicts=skip_conflicts, parent_id=parent_id)
+        stale = run.stale()
+        run.write("timeout", stale.actionable)
+        examined = run.open_deliveries()
+        due = run.due()
+        run.write("delivery", due.actionable)
     if not isinstance(target, Connection):
         target.expire_all()
     return run.report(stale, examined, due, applied=True)

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
 
 from tsg import published
-from tsg.engine import begun, for_writing, sqlite_driver
+from tsg.engine import begun, for_writing, refusing, sqlite_driver
 from tsg.errors import InvalidInput, LedgerError, SchemaOutdated, SchemaTooNew, StateConflict
 from tsg.tables import PREFIX, VERSION_TABLE, version_table
 
@@ -28,6 +28,7 @@ __all__ = [
     "Report",
     "State",
     "bring_to_head",
+    "check",
     "current",
     "downgrade",
     "fault",
@@ -117,6 +118,15 @@ def current(connection: Connection) -> Report:
     return Report(adopted=False, current=state(connection).revision, head=HEAD)
 
 
+def check(connection: Connection) -> tuple[Report, bool]:
+    """Where the schema stands, and whether it is exactly that of head."""
+    try:
+        report = current(connection)
+    except StateConflict:
+        report = Report(adopted=False, current=None, head=HEAD)
+    return report, fault(connection) is None
+
+
 def fault(connection: Connection) -> LedgerError | None:
     """What keeps a ledger from being used as it stands; ``None`` where it is exactly at head."""
     try:
@@ -196,7 +206,8 @@ def upgrade(target: Engine | Connection, revision: str = HEAD) -> Report:
         SchemaTooNew: the database is newer than this package.
         StateConflict: what is stored can't be held by the newer schema; nothing is changed.
     """
-    return _migrate(target, "upgrade", revision)
+    with refusing():
+        return _migrate(target, "upgrade", revision)
 
 
 def downgrade(target: Engine | Connection, revision: str) -> Report:
@@ -206,7 +217,8 @@ def downgrade(target: Engine | Connection, revision: str) -> Report:
         InvalidInput: no such revision.
         StateConflict: the older schema can't hold what is stored; nothing is changed.
     """
-    return _migrate(target, "downgrade", revision)
+    with refusing():
+        return _migrate(target, "downgrade", revision)
 
 
 def bring_to_head(engine: Engine, *, adopt: bool) -> None:
@@ -281,12 +293,14 @@ def _migrate(target: Engine | Connection, direction: str, revision: str) -> Repo
     before = require_known(target)
     if before.published and (direction, destination) != ("upgrade", HEAD):
         raise SchemaOutdated("a file of the published package is adopted as a whole: run tsg upgrade")
-    try:
-        _run(target, direction, destination)
-    except sa.exc.DBAPIError as error:
-        if isinstance(error, sa.exc.IntegrityError):
+    stands, goes = (("base", *REVISIONS).index(name or "base") for name in (before.revision, destination))
+    if direction == "downgrade" and goes > stands:
+        raise InvalidInput("the schema is older than that already")
+    if before.published or (goes > stands if direction == "upgrade" else goes < stands):
+        try:
+            _run(target, direction, destination)
+        except sa.exc.IntegrityError:
             raise StateConflict("a stored row can't be held by the schema; nothing was changed") from None
-        raise
     return Report(before.published, state(target).revision, HEAD)
 
 

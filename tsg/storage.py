@@ -42,6 +42,7 @@ _POSIX: Final = os.name == "posix"
 _SHARED_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 _PRIVATE_FILE: Final = 0o600
 _PRIVATE_DIRECTORY: Final = 0o700
+_UNUSABLE: Final = "the ledger's path can't be used: it is missing, or permission is"
 _CHUNK: Final = 1024 * 1024
 
 # Between making the empty file and closing its descriptor no thread of ours may open it (see above).
@@ -269,6 +270,8 @@ def _lstat(path: str) -> os.stat_result | None:
         return os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError:
+        raise InvalidInput(_UNUSABLE) from None
 
 
 def _mode(path: str) -> int:
@@ -325,7 +328,7 @@ def _refusing_os_errors() -> Iterator[None]:
     try:
         yield
     except OSError:
-        raise InvalidInput("the ledger's path can't be used: it is missing, or permission is") from None
+        raise InvalidInput(_UNUSABLE) from None
 
 
 def _opened(path: str) -> io.FileIO:

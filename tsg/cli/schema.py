@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import click
+from sqlalchemy.engine import Connection
 
 from tsg import opening, schema
 from tsg.cli import answer
-from tsg.engine import transaction
+from tsg.engine import refusing, transaction
+
+_Seen = TypeVar("_Seen")
 
 __all__ = ["check", "current", "downgrade", "upgrade"]
 
@@ -41,7 +45,7 @@ def downgrade(place: dict[str, Any], revision: str) -> None:
 @click.pass_obj
 def current(place: dict[str, Any]) -> None:
     """Say which revision the schema has."""
-    report, _ = _look(place)
+    report = _look(place, schema.current)
     answer({"ok": True, "schema": report.to_dict()})
 
 
@@ -49,14 +53,14 @@ def current(place: dict[str, Any]) -> None:
 @click.pass_obj
 def check(place: dict[str, Any]) -> None:
     """Exit 1 where the schema is behind or differs from what its revision says."""
-    report, is_head = _look(place)
+    report, is_head = _look(place, schema.check)
     answer({"ok": is_head, "schema": report.to_dict()}, status=0 if is_head else 1)
 
 
-def _look(place: dict[str, Any]) -> tuple[schema.Report, bool]:
+def _look(place: dict[str, Any], look: Callable[[Connection], _Seen]) -> _Seen:
     opened = opening.open_as_it_is(opening.file_at(**place))
     try:
-        with opening.refusing(), transaction(opened.engine) as connection:
-            return schema.current(connection), schema.fault(connection) is None
+        with refusing(), transaction(opened.engine) as connection:
+            return look(connection)
     finally:
         opened.close()

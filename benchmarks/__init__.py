@@ -1,0 +1,1 @@
+"""What the README quotes: this package and the published one, on the same data, in the same run."""
