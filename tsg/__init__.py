@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from tsg.errors import StateConflict as StateConflict
     from tsg.errors import TaskNotFound as TaskNotFound
     from tsg.ledger import Ledger as Ledger
-    from tsg.ledger import TaskRecord as TaskRecord
     from tsg.ledger import reconcile_restart as reconcile_restart
     from tsg.models import Base as Base
     from tsg.models import Task as Task
     from tsg.models import TaskEvent as TaskEvent
     from tsg.reconcile import ReconcilePolicy as ReconcilePolicy
+    from tsg.records import TaskRecord as TaskRecord
     from tsg.schema import downgrade as downgrade
     from tsg.schema import include_name as include_name
     from tsg.schema import upgrade as upgrade
@@ -66,9 +66,10 @@ _HOMES = {
         "StateConflict",
         "TaskNotFound",
     ),
-    "tsg.ledger": ("Ledger", "TaskRecord", "reconcile_restart"),
+    "tsg.ledger": ("Ledger", "reconcile_restart"),
     "tsg.models": ("Base", "Task", "TaskEvent"),
     "tsg.reconcile": ("ReconcilePolicy",),
+    "tsg.records": ("TaskRecord",),
     "tsg.schema": ("downgrade", "include_name", "upgrade"),
     "tsg.states": ("DeliveryStatus", "TaskStatus"),
     "tsg.values": ("payload_fingerprint",),

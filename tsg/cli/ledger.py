@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from tsg import ledger as ledgers
-from tsg import states, values
+from tsg import records, states, values
 from tsg.cli import answer
 from tsg.errors import InvalidInput
 from tsg.ledger import Ledger
@@ -66,7 +66,7 @@ def create(
         "expects_heartbeat": not no_heartbeat,
     }
     # Before the ledger, which this may make, is touched.
-    ledgers.creation(**asked)
+    records.creation(**asked)
     with Ledger(**place) as ledger:
         task = ledger.create_task(**asked)
     answer({"ok": True, "task": task.to_dict()})
