@@ -18,7 +18,7 @@ from sqlalchemy.engine import Dialect
 from sqlalchemy.types import TypeDecorator
 
 from tsg import guards, rules, values
-from tsg.errors import StateConflict
+from tsg.errors import InvalidInput, StateConflict
 from tsg.states import DeliveryStatus, TaskStatus
 
 __all__ = ["PREFIX", "VERSION_TABLE", "metadata", "task_events", "tasks", "version_table"]
@@ -54,8 +54,16 @@ class StateText(TypeDecorator[Any]):
             raise StateConflict("a stored state is none of the known ones; run doctor") from None
 
 
+class _InvalidId(InvalidInput, sa.exc.DontWrapMixin):
+    """An :exc:`InvalidInput` that SQLAlchemy lets through as it is."""
+
+
 class TaskId(TypeDecorator[str]):
-    """A UUID as canonical text, whatever written form it is compared with."""
+    """A UUID as canonical text, whatever written form it is compared with.
+
+    Raises:
+        InvalidInput: compared with, or set to, what is no UUID.
+    """
 
     impl = sa.String
     cache_ok = True
@@ -64,7 +72,10 @@ class TaskId(TypeDecorator[str]):
         super().__init__(36)
 
     def process_bind_param(self, value: object, dialect: Dialect) -> str | None:
-        return values.optional_id(value)
+        try:
+            return values.optional_id(value)
+        except InvalidInput as error:
+            raise _InvalidId(*error.args) from None
 
 
 metadata: Final = sa.MetaData(

@@ -9,7 +9,7 @@ import click
 from tsg import ledger as ledgers
 from tsg import records, states, values
 from tsg.cli import answer
-from tsg.errors import InvalidInput
+from tsg.errors import InvalidInput, TaskNotFound
 from tsg.ledger import Ledger
 from tsg.opening import file_at
 from tsg.reconcile import ReconcilePolicy
@@ -66,7 +66,8 @@ def create(
         "expects_heartbeat": not no_heartbeat,
     }
     # Before the ledger, which this may make, is touched.
-    records.creation(**asked)
+    if records.creation(**asked).parent_id is not None and not file_at(**place).exists:
+        raise TaskNotFound("there is no task with the parent's id, since there is no ledger")
     with Ledger(**place) as ledger:
         task = ledger.create_task(**asked)
     answer({"ok": True, "task": task.to_dict()})
