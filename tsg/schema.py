@@ -48,7 +48,7 @@ REVISIONS: Final = ("0001", "0002", "0003", "0004")
 HEAD: Final = REVISIONS[-1]
 
 #: Of the statements in ``sqlite_master`` that make up the schema at head, white space folded.
-_HEAD_SHA256: Final = "dbdb336597ef8e2eaf4f9e9753c3445f73f595ee556d3ccb1377abcac1217e19"
+_HEAD_SHA256: Final = "a9f64b01537a819607ed2c3010fdbcfd89b9007f15b9a4f495e070639130c940"
 
 _BROKEN_REFERENCES: Final = (
     "SELECT 1 FROM pragma_foreign_key_check WHERE \"table\" LIKE 'tsg\\_%' ESCAPE '\\' "

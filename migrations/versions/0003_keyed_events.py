@@ -25,133 +25,137 @@ UUID = "-".join("[0-9a-f]" * count for count in (8, 4, 4, 4, 12))
 TASK_CHECKS = (
     (
         "ck_tsg_tasks_id",
-        f"(typeof(id) = 'text' AND length(CAST(id AS BLOB)) = 36 AND id GLOB '{UUID}')",
+        f"(typeof(id) = 'text' AND length(CAST(id AS BLOB)) = 36 AND id GLOB '{UUID}') IS 1",
     ),
     (
         "ck_tsg_tasks_parent_id",
         (
-            "parent_id IS NULL OR (typeof(parent_id) = 'text' AND length(CAST(parent_id AS BLOB)) = 36 AND parent_id "
-            f"GLOB '{UUID}') AND parent_id != id"
+            "(parent_id IS NULL OR (typeof(parent_id) = 'text' AND length(CAST(parent_id AS BLOB)) = 36 AND "
+            f"parent_id GLOB '{UUID}') AND parent_id != id) IS 1"
         ),
     ),
     (
         "ck_tsg_tasks_status",
-        "status IN ('queued', 'running', 'succeeded', 'failed', 'timed_out', 'cancelled')",
+        "(status IN ('queued', 'running', 'succeeded', 'failed', 'timed_out', 'cancelled')) IS 1",
     ),
     (
         "ck_tsg_tasks_delivery_status",
-        "delivery_status IN ('pending', 'delivered', 'failed', 'not_applicable')",
+        "(delivery_status IN ('pending', 'delivered', 'failed', 'not_applicable')) IS 1",
     ),
     (
         "ck_tsg_tasks_flags",
         (
-            "(typeof(delivery_required) = 'integer' AND delivery_required IN (0, 1)) AND (typeof(expects_heartbeat) ="
-            " 'integer' AND expects_heartbeat IN (0, 1))"
+            "((typeof(delivery_required) = 'integer' AND delivery_required IN (0, 1)) AND "
+            "(typeof(expects_heartbeat) = 'integer' AND expects_heartbeat IN (0, 1))) IS 1"
         ),
     ),
     (
         "ck_tsg_tasks_payload_hash",
         (
-            "payload_hash IS NULL OR (typeof(payload_hash) = 'text' AND length(CAST(payload_hash AS BLOB)) = 64 AND "
-            "payload_hash NOT GLOB '*[^0-9a-f]*')"
+            "(payload_hash IS NULL OR (typeof(payload_hash) = 'text' AND length(CAST(payload_hash AS BLOB)) = 64 "
+            "AND payload_hash NOT GLOB '*[^0-9a-f]*')) IS 1"
         ),
     ),
     (
         "ck_tsg_tasks_expects_heartbeat",
-        "expects_heartbeat IS 1 OR timeout_seconds IS NOT NULL",
+        "(expects_heartbeat IS 1 OR timeout_seconds IS NOT NULL) IS 1",
     ),
     (
         "ck_tsg_tasks_lifecycle",
         (
-            "status = 'queued' AND started_at IS NULL AND ended_at IS NULL OR status = 'running' AND started_at IS "
-            "NOT NULL AND ended_at IS NULL OR status IN ('succeeded', 'failed', 'timed_out', 'cancelled') AND "
-            "ended_at IS NOT NULL"
+            "(status = 'queued' AND started_at IS NULL AND ended_at IS NULL OR status = 'running' AND started_at "
+            "IS NOT NULL AND ended_at IS NULL OR status IN ('succeeded', 'failed', 'timed_out', 'cancelled') AND "
+            "ended_at IS NOT NULL) IS 1"
         ),
     ),
     (
         "ck_tsg_tasks_terminal_code",
         (
-            "terminal_code IS NULL OR status = 'succeeded' AND terminal_code IN ('completed', 'worker_completed') OR "
-            "status = 'failed' AND terminal_code IN ('worker_failed') OR status = 'timed_out' AND terminal_code IN "
-            "('deadline_exceeded', 'restart_stale') OR status = 'cancelled' AND terminal_code IN ('caller_cancelled')"
+            "(terminal_code IS NULL OR status = 'succeeded' AND terminal_code IN ('completed', "
+            "'worker_completed') OR status = 'failed' AND terminal_code IN ('worker_failed') OR status = "
+            "'timed_out' AND terminal_code IN ('deadline_exceeded', 'restart_stale') OR status = 'cancelled' AND "
+            "terminal_code IN ('caller_cancelled')) IS 1"
         ),
     ),
     (
         "ck_tsg_tasks_delivery",
         (
-            "delivery_status = 'pending' OR status IN ('succeeded', 'failed', 'timed_out', 'cancelled') AND "
+            "(delivery_status = 'pending' OR status IN ('succeeded', 'failed', 'timed_out', 'cancelled') AND "
             "delivery_required IS 1 AND delivery_status IN ('delivered', 'failed') OR status IN ('succeeded', "
             "'failed', 'timed_out', 'cancelled') AND delivery_required IS NOT 1 AND delivery_status = "
-            "'not_applicable'"
+            "'not_applicable') IS 1"
         ),
     ),
     (
         "ck_tsg_tasks_delivery_code",
         (
-            "delivery_code IS NULL OR delivery_status = 'delivered' AND delivery_code IN ('transport_acknowledged') "
-            "OR delivery_status = 'failed' AND delivery_code IN ('delivery_grace_expired', 'transport_failed') OR "
-            "delivery_status = 'not_applicable' AND delivery_code IN ('internal_task')"
+            "(delivery_code IS NULL OR delivery_status = 'delivered' AND delivery_code IN "
+            "('transport_acknowledged') OR delivery_status = 'failed' AND delivery_code IN "
+            "('delivery_grace_expired', 'transport_failed') OR delivery_status = 'not_applicable' AND "
+            "delivery_code IN ('internal_task')) IS 1"
         ),
     ),
     (
         "ck_tsg_tasks_version",
         (
-            "(typeof(version) = 'integer') AND (started_at IS NULL AND version = CASE WHEN (status IN ('succeeded', "
-            "'failed', 'timed_out', 'cancelled')) THEN 1 ELSE 0 END + CASE WHEN (delivery_status != 'pending') THEN 1"
-            " ELSE 0 END OR started_at IS NOT NULL AND version = CASE WHEN (status IN ('succeeded', 'failed', "
-            "'timed_out', 'cancelled')) THEN 1 ELSE 0 END + CASE WHEN (delivery_status != 'pending') THEN 1 ELSE 0 "
-            "END + 1 OR started_at IS NOT NULL AND expects_heartbeat IS 1 AND version > CASE WHEN (status IN "
-            "('succeeded', 'failed', 'timed_out', 'cancelled')) THEN 1 ELSE 0 END + CASE WHEN (delivery_status != "
-            "'pending') THEN 1 ELSE 0 END + 1)"
+            "((typeof(version) = 'integer') AND (started_at IS NULL AND version = CASE WHEN (status IN "
+            "('succeeded', 'failed', 'timed_out', 'cancelled')) THEN 1 ELSE 0 END + CASE WHEN (delivery_status !="
+            " 'pending') THEN 1 ELSE 0 END OR started_at IS NOT NULL AND version = CASE WHEN (status IN "
+            "('succeeded', 'failed', 'timed_out', 'cancelled')) THEN 1 ELSE 0 END + CASE WHEN (delivery_status !="
+            " 'pending') THEN 1 ELSE 0 END + 1 OR started_at IS NOT NULL AND expects_heartbeat IS 1 AND version >"
+            " CASE WHEN (status IN ('succeeded', 'failed', 'timed_out', 'cancelled')) THEN 1 ELSE 0 END + CASE "
+            "WHEN (delivery_status != 'pending') THEN 1 ELSE 0 END + 1)) IS 1"
         ),
     ),
     (
         "ck_tsg_tasks_timeout_seconds",
         (
-            "timeout_seconds IS NULL OR (typeof(timeout_seconds) = 'real' AND timeout_seconds BETWEEN "
-            "-1.7976931348623157e308 AND 1.7976931348623157e308) AND timeout_seconds >= 0"
+            "(timeout_seconds IS NULL OR (typeof(timeout_seconds) = 'real' AND timeout_seconds BETWEEN "
+            "-1.7976931348623157e308 AND 1.7976931348623157e308) AND timeout_seconds >= 0) IS 1"
         ),
     ),
     (
         "ck_tsg_tasks_finite",
         (
-            "(typeof(created_at) = 'real' AND created_at BETWEEN -1.7976931348623157e308 AND 1.7976931348623157e308) "
-            "AND (typeof(updated_at) = 'real' AND updated_at BETWEEN -1.7976931348623157e308 AND "
-            "1.7976931348623157e308) AND (typeof(delivery_updated_at) = 'real' AND delivery_updated_at BETWEEN "
-            "-1.7976931348623157e308 AND 1.7976931348623157e308) AND (started_at IS NULL OR (typeof(started_at) = "
-            "'real' AND started_at BETWEEN -1.7976931348623157e308 AND 1.7976931348623157e308)) AND (ended_at IS NULL"
-            " OR (typeof(ended_at) = 'real' AND ended_at BETWEEN -1.7976931348623157e308 AND 1.7976931348623157e308))"
-            " AND (deadline_at IS NULL OR (typeof(deadline_at) = 'real' AND deadline_at BETWEEN "
-            "-1.7976931348623157e308 AND 1.7976931348623157e308))"
+            "((typeof(created_at) = 'real' AND created_at BETWEEN -1.7976931348623157e308 AND "
+            "1.7976931348623157e308) AND (typeof(updated_at) = 'real' AND updated_at BETWEEN "
+            "-1.7976931348623157e308 AND 1.7976931348623157e308) AND (typeof(delivery_updated_at) = 'real' AND "
+            "delivery_updated_at BETWEEN -1.7976931348623157e308 AND 1.7976931348623157e308) AND (started_at IS "
+            "NULL OR (typeof(started_at) = 'real' AND started_at BETWEEN -1.7976931348623157e308 AND "
+            "1.7976931348623157e308)) AND (ended_at IS NULL OR (typeof(ended_at) = 'real' AND ended_at BETWEEN "
+            "-1.7976931348623157e308 AND 1.7976931348623157e308)) AND (deadline_at IS NULL OR "
+            "(typeof(deadline_at) = 'real' AND deadline_at BETWEEN -1.7976931348623157e308 AND "
+            "1.7976931348623157e308))) IS 1"
         ),
     ),
     (
         "ck_tsg_tasks_started_at",
-        "started_at IS NULL OR created_at <= started_at",
+        "(started_at IS NULL OR created_at <= started_at) IS 1",
     ),
     (
         "ck_tsg_tasks_updated_at",
         (
-            "CASE WHEN (ended_at IS NOT NULL) THEN updated_at = ended_at WHEN (started_at IS NULL) THEN updated_at = "
-            "created_at WHEN (version = 1) THEN updated_at = started_at ELSE updated_at >= started_at END"
+            "CASE WHEN (ended_at IS NOT NULL) THEN updated_at = ended_at WHEN (started_at IS NULL) THEN "
+            "updated_at = created_at WHEN (version = 1) THEN updated_at = started_at ELSE updated_at >= "
+            "started_at END IS 1"
         ),
     ),
     (
         "ck_tsg_tasks_ended_at",
-        "ended_at IS NULL OR coalesce(started_at, created_at) <= ended_at",
+        "(ended_at IS NULL OR coalesce(started_at, created_at) <= ended_at) IS 1",
     ),
     (
         "ck_tsg_tasks_deadline_at",
         (
-            "CASE WHEN (started_at IS NULL OR timeout_seconds IS NULL) THEN deadline_at IS NULL ELSE deadline_at IS "
-            "NOT NULL AND deadline_at = started_at + timeout_seconds END"
+            "CASE WHEN (started_at IS NULL OR timeout_seconds IS NULL) THEN deadline_at IS NULL ELSE deadline_at "
+            "IS NOT NULL AND deadline_at = started_at + timeout_seconds END IS 1"
         ),
     ),
     (
         "ck_tsg_tasks_delivery_updated_at",
         (
-            "CASE WHEN (delivery_status = 'pending') THEN delivery_updated_at = created_at ELSE delivery_updated_at "
-            ">= ended_at END"
+            "CASE WHEN (delivery_status = 'pending') THEN delivery_updated_at = created_at ELSE "
+            "delivery_updated_at >= ended_at END IS 1"
         ),
     ),
 )
@@ -159,30 +163,33 @@ TASK_CHECKS = (
 EVENT_CHECKS = (
     (
         "ck_tsg_task_events_number",
-        "(typeof(number) = 'integer')",
+        "(typeof(number) = 'integer') IS 1",
     ),
     (
         "ck_tsg_task_events_kind",
-        "kind IN ('created', 'task_transition', 'delivery_transition')",
+        "(kind IN ('created', 'task_transition', 'delivery_transition')) IS 1",
     ),
     (
         "ck_tsg_task_events_occurred_at",
-        "(typeof(occurred_at) = 'real' AND occurred_at BETWEEN -1.7976931348623157e308 AND 1.7976931348623157e308)",
+        (
+            "(typeof(occurred_at) = 'real' AND occurred_at BETWEEN -1.7976931348623157e308 AND "
+            "1.7976931348623157e308) IS 1"
+        ),
     ),
     (
         "ck_tsg_task_events_transition",
         (
-            "CASE WHEN (kind = 'created') THEN number = 0 AND from_status IS NULL AND to_status = 'queued' AND code ="
-            " 'created' WHEN (kind = 'task_transition') THEN number = 1 AND from_status = 'queued' AND to_status = "
-            "'running' AND code = 'started' OR (number = 1 AND from_status = 'queued' OR number = 2 AND from_status ="
-            " 'running') AND to_status IN ('succeeded', 'failed', 'timed_out', 'cancelled') AND (code IS NULL OR "
-            "to_status = 'succeeded' AND code IN ('completed', 'worker_completed') OR to_status = 'failed' AND code "
-            "IN ('worker_failed') OR to_status = 'timed_out' AND code IN ('deadline_exceeded', 'restart_stale') OR "
-            "to_status = 'cancelled' AND code IN ('caller_cancelled')) WHEN (kind = 'delivery_transition') THEN "
-            "number IN (2, 3) AND from_status = 'pending' AND to_status IN ('delivered', 'failed', 'not_applicable') "
-            "AND (code IS NULL OR to_status = 'delivered' AND code IN ('transport_acknowledged') OR to_status = "
-            "'failed' AND code IN ('delivery_grace_expired', 'transport_failed') OR to_status = 'not_applicable' AND "
-            "code IN ('internal_task')) ELSE 0 END"
+            "CASE WHEN (kind = 'created') THEN number = 0 AND from_status IS NULL AND to_status = 'queued' AND "
+            "code = 'created' WHEN (kind = 'task_transition') THEN number = 1 AND from_status = 'queued' AND "
+            "to_status = 'running' AND code = 'started' OR (number = 1 AND from_status = 'queued' OR number = 2 "
+            "AND from_status = 'running') AND to_status IN ('succeeded', 'failed', 'timed_out', 'cancelled') AND "
+            "(code IS NULL OR to_status = 'succeeded' AND code IN ('completed', 'worker_completed') OR to_status "
+            "= 'failed' AND code IN ('worker_failed') OR to_status = 'timed_out' AND code IN "
+            "('deadline_exceeded', 'restart_stale') OR to_status = 'cancelled' AND code IN ('caller_cancelled')) "
+            "WHEN (kind = 'delivery_transition') THEN number IN (2, 3) AND from_status = 'pending' AND to_status "
+            "IN ('delivered', 'failed', 'not_applicable') AND (code IS NULL OR to_status = 'delivered' AND code "
+            "IN ('transport_acknowledged') OR to_status = 'failed' AND code IN ('delivery_grace_expired', "
+            "'transport_failed') OR to_status = 'not_applicable' AND code IN ('internal_task')) ELSE 0 END IS 1"
         ),
     ),
 )
