@@ -36,7 +36,15 @@ class TaskNotFound(LedgerError, LookupError):
 
 
 class StateConflict(LedgerError):
-    """What is stored forbids it: a state, a time, a damaged row, a lock, or the storage itself."""
+    """What is stored forbids it: a state, a time, a damaged row, a lock, or the storage itself.
+
+    Attributes:
+        retriable: only somebody else, at the same moment, was in the way; the same call may do later.
+    """
+
+    def __init__(self, *args: object, retriable: bool = False) -> None:
+        super().__init__(*args)
+        self.retriable = retriable
 
 
 class SchemaOutdated(StateConflict):

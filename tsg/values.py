@@ -10,7 +10,8 @@ import hashlib
 import math
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Final
 
@@ -47,13 +48,14 @@ def canonical_id(value: object) -> str:
     Raises:
         InvalidInput: it is not a UUID.
     """
-    if isinstance(value, uuid.UUID):
-        return str(uuid.UUID(int=int(value.int)))
-    written = text(value)
-    if written is not None and len(written) <= _LONGEST_TEXT:
-        digits = written.replace("urn:", "").replace("uuid:", "").strip("{}").replace("-", "")
-        if _UUID_DIGITS.match(digits):
-            return str(uuid.UUID(hex=digits))
+    with _refusing("an id must be a UUID"):
+        if isinstance(value, uuid.UUID):
+            return str(uuid.UUID(int=value.int))
+        written = text(value)
+        if written is not None and len(written) <= _LONGEST_TEXT:
+            digits = written.replace("urn:", "").replace("uuid:", "").strip("{}").replace("-", "")
+            if _UUID_DIGITS.match(digits):
+                return str(uuid.UUID(hex=digits))
     raise InvalidInput("an id must be a UUID")
 
 
@@ -68,21 +70,20 @@ def number(value: object, what: str) -> float:
     Raises:
         InvalidInput: anything else, with `what` (a fixed word, never the value) in its message.
     """
+    refused = f"{what} must be a finite number"
     if not isinstance(value, bool):
-        if isinstance(value, (str, bytes, bytearray)) and len(value) > _LONGEST_TEXT:
-            raise InvalidInput(f"{what} must be a finite number")
-        try:
-            result = float(value)  # type: ignore[arg-type]  # whatever is no number is refused below
-        except Exception:
-            # A foreign __float__ may raise anything; none of it may reach the caller.
-            raise InvalidInput(f"{what} must be a finite number") from None
-        if math.isfinite(result):
-            return float.__float__(result)
-    raise InvalidInput(f"{what} must be a finite number")
+        with _refusing(refused):
+            if isinstance(value, (str, bytes, bytearray)) and len(value) > _LONGEST_TEXT:
+                raise InvalidInput(refused)
+            result = float(value)  # type: ignore[arg-type]  # what is no number raises
+            if math.isfinite(result):
+                # Adding zero leaves every number as it is, but for negative zero.
+                return float.__float__(result) + 0.0
+    raise InvalidInput(refused)
 
 
 def non_negative(value: object, what: str) -> float:
-    """As :func:`number`, and not below zero (negative zero becomes zero).
+    """As :func:`number`, and not below zero.
 
     Raises:
         InvalidInput: anything else.
@@ -90,7 +91,7 @@ def non_negative(value: object, what: str) -> float:
     result = number(value, what)
     if result < 0:
         raise InvalidInput(f"{what} must not be negative")
-    return abs(result)
+    return result
 
 
 def moment(value: object) -> float:
@@ -100,9 +101,10 @@ def moment(value: object) -> float:
         InvalidInput: a naive datetime, whose instant nobody can tell, or no finite number.
     """
     if isinstance(value, datetime):
-        if value.utcoffset() is None:
-            raise InvalidInput("a datetime needs a time zone; a naive one names no instant")
-        return value.timestamp()
+        with _refusing("a time must be a datetime that names an instant"):
+            if value.utcoffset() is None:
+                raise InvalidInput("a datetime needs a time zone; a naive one names no instant")
+            value = value.timestamp()
     return number(value, "a time")
 
 
@@ -112,8 +114,10 @@ def whole(value: object, what: str) -> int:
     Raises:
         InvalidInput: anything else.
     """
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= int(value) < 2**31:
-        return int(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        exact = int.__int__(value)
+        if 0 <= exact < 2**31:
+            return exact
     raise InvalidInput(f"{what} must be a whole number, not negative")
 
 
@@ -161,9 +165,20 @@ def payload_fingerprint(payload: str | bytes) -> str:
         InvalidInput: neither text nor bytes, or text that has no UTF-8 form.
     """
     try:
-        content = payload.encode() if isinstance(payload, str) else payload
+        content = str.encode(payload) if isinstance(payload, str) else payload
     except UnicodeEncodeError:
         raise InvalidInput("a payload must be text or bytes") from None
     if not isinstance(content, bytes):
         raise InvalidInput("a payload must be text or bytes")
     return hashlib.sha256(content).hexdigest()
+
+
+@contextmanager
+def _refusing(message: str) -> Iterator[None]:
+    """Let nothing that a value's own methods raise reach the caller: a subclass may raise anything."""
+    try:
+        yield
+    except InvalidInput:
+        raise
+    except Exception:
+        raise InvalidInput(message) from None
