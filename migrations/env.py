@@ -34,7 +34,7 @@ def connections() -> AbstractContextManager[Connection]:
     if config.config_file_name is not None and getattr(config.cmd_opts, "cmd", None) is not None:
         # Only for the command itself: it would switch off the loggers of an application that calls us.
         fileConfig(config.config_file_name, disable_existing_loggers=False)
-    return opening.migration(opening.file_at(target))
+    return opening.migration(opening.place_of(target))
 
 
 def run(connection: Connection) -> None:
@@ -48,6 +48,7 @@ def run(connection: Connection) -> None:
     )
     with context.begin_transaction():
         context.run_migrations()
+    schema.require_references(connection)
 
 
 if context.is_offline_mode():

@@ -13,15 +13,19 @@ from typing import Any, Final, NamedTuple
 
 from tsg.states import DELIVERY_TRANSITIONS, TASK_TRANSITIONS
 
-__all__ = ["GUARDS", "Guard"]
+__all__ = ["FUNCTIONS", "GUARDS", "Guard"]
 
 
 class Guard(NamedTuple):
-    """One trigger: its name, the table it stands on, and the statement that creates it."""
+    """One trigger: its name, the table it stands on, and the statement that creates it, by database.
+
+    ``None`` where that database needs none.
+    """
 
     name: str
     table: str
     sqlite: str
+    postgresql: str | None
 
 
 #: Written by the creation of a task and never again; its pk holds its events.
@@ -34,8 +38,38 @@ IMMUTABLE: Final = (
     "timeout_seconds",
     "created_at",
 )
-#: Written once, by the transition that they tell of.
-WRITTEN_ONCE: Final = ("started_at", "ended_at", "deadline_at", "terminal_code", "delivery_code")
+#: Written by one transition and never again, each with what tells that this has been.
+WRITTEN_ONCE: Final = (
+    ("started_at", "OLD.started_at IS NOT NULL"),
+    ("deadline_at", "OLD.started_at IS NOT NULL"),
+    ("ended_at", "OLD.ended_at IS NOT NULL"),
+    ("terminal_code", "OLD.ended_at IS NOT NULL"),
+    ("delivery_updated_at", "OLD.delivery_status IS NOT 'pending'"),
+    ("delivery_code", "OLD.delivery_status IS NOT 'pending'"),
+)
+
+#: PostgreSQL's triggers call functions. Class 23 makes it an integrity error, as SQLite's ABORT is.
+FUNCTIONS: Final = (
+    (
+        "tsg_refuse",
+        (
+            "CREATE FUNCTION tsg_refuse() RETURNS trigger LANGUAGE plpgsql AS $$ "
+            "BEGIN RAISE EXCEPTION USING ERRCODE = 'integrity_constraint_violation', MESSAGE = TG_NAME; END $$"
+        ),
+    ),
+    (
+        "tsg_refuse_with_task",
+        # By the table's own schema: the caller's search_path may not lead there.
+        (
+            "CREATE FUNCTION tsg_refuse_with_task() RETURNS trigger LANGUAGE plpgsql AS $$ "
+            "DECLARE found boolean; "
+            "BEGIN EXECUTE format('SELECT EXISTS (SELECT 1 FROM %I.tsg_tasks WHERE pk = $1)', TG_TABLE_SCHEMA) "
+            "INTO found USING OLD.task_pk; "
+            "IF found THEN RAISE EXCEPTION USING ERRCODE = 'integrity_constraint_violation', MESSAGE = TG_NAME; "
+            "END IF; RETURN OLD; END $$"
+        ),
+    ),
+)
 
 
 def _legal(column: str, transitions: Mapping[Any, tuple[Any, ...]]) -> str:
@@ -47,11 +81,15 @@ def _legal(column: str, transitions: Mapping[Any, tuple[Any, ...]]) -> str:
 
 
 def _guard(name: str, table: str, occasion: str, forbidden: str) -> Guard:
+    """A trigger that refuses `occasion` where `forbidden`, written with SQLite's ``IS NOT``, holds."""
+    elsewhere = forbidden.replace(" IS NOT NULL", " NOTNULL").replace(" IS NOT ", " IS DISTINCT FROM ")
     return Guard(
         name,
         table,
         f"CREATE TRIGGER {name} BEFORE {occasion} ON {table} FOR EACH ROW WHEN {forbidden} "
         f"BEGIN SELECT RAISE(ABORT, '{name}'); END",
+        f"CREATE TRIGGER {name} BEFORE {occasion} ON {table} FOR EACH ROW "
+        f"WHEN ({elsewhere}) EXECUTE FUNCTION tsg_refuse()",
     )
 
 
@@ -62,6 +100,10 @@ def _transition(name: str, column: str, transitions: Mapping[Any, tuple[Any, ...
         f"UPDATE OF {column}",
         f"OLD.{column} IS NOT NEW.{column} AND NOT ({_legal(column, transitions)})",
     )
+
+
+def _on_sqlite(name: str, table: str, occasion: str, body: str) -> Guard:
+    return Guard(name, table, f"CREATE TRIGGER {name} {occasion} ON {table} FOR EACH ROW {body}", None)
 
 
 GUARDS: Final = (
@@ -76,14 +118,46 @@ GUARDS: Final = (
     _guard(
         "tsg_tasks_written_once_guard",
         "tsg_tasks",
-        f"UPDATE OF {', '.join(WRITTEN_ONCE)}",
-        " OR ".join(f"(OLD.{column} IS NOT NULL AND OLD.{column} IS NOT NEW.{column})" for column in WRITTEN_ONCE),
+        f"UPDATE OF {', '.join(column for column, _ in WRITTEN_ONCE)}",
+        " OR ".join(f"({once} AND OLD.{column} IS NOT NEW.{column})" for column, once in WRITTEN_ONCE),
     ),
-    _guard("tsg_task_events_update_guard", "tsg_task_events", "UPDATE", "1"),
-    _guard(
+    Guard(
+        "tsg_task_events_update_guard",
+        "tsg_task_events",
+        "CREATE TRIGGER tsg_task_events_update_guard BEFORE UPDATE ON tsg_task_events FOR EACH ROW WHEN 1 "
+        "BEGIN SELECT RAISE(ABORT, 'tsg_task_events_update_guard'); END",
+        "CREATE TRIGGER tsg_task_events_update_guard BEFORE UPDATE ON tsg_task_events FOR EACH ROW "
+        "EXECUTE FUNCTION tsg_refuse()",
+    ),
+    Guard(
         "tsg_task_events_delete_guard",
         "tsg_task_events",
-        "DELETE",
-        "EXISTS (SELECT 1 FROM tsg_tasks WHERE pk = OLD.task_pk)",
+        "CREATE TRIGGER tsg_task_events_delete_guard BEFORE DELETE ON tsg_task_events FOR EACH ROW "
+        "WHEN EXISTS (SELECT 1 FROM tsg_tasks WHERE pk = OLD.task_pk) "
+        "BEGIN SELECT RAISE(ABORT, 'tsg_task_events_delete_guard'); END",
+        "CREATE TRIGGER tsg_task_events_delete_guard BEFORE DELETE ON tsg_task_events FOR EACH ROW "
+        "EXECUTE FUNCTION tsg_refuse_with_task()",
+    ),
+    # SQLite's REPLACE deletes without a word to any trigger; and where foreign keys are off, as they are by
+    # default there, nothing would follow a task that is deleted, and its key would be another's.
+    _on_sqlite(
+        "tsg_tasks_replace_guard",
+        "tsg_tasks",
+        "BEFORE INSERT",
+        "WHEN EXISTS (SELECT 1 FROM tsg_tasks WHERE pk = NEW.pk OR id = NEW.id) "
+        "BEGIN SELECT RAISE(ABORT, 'tsg_tasks_replace_guard'); END",
+    ),
+    _on_sqlite(
+        "tsg_task_events_replace_guard",
+        "tsg_task_events",
+        "BEFORE INSERT",
+        "WHEN EXISTS (SELECT 1 FROM tsg_task_events WHERE task_pk = NEW.task_pk AND number = NEW.number) "
+        "BEGIN SELECT RAISE(ABORT, 'tsg_task_events_replace_guard'); END",
+    ),
+    _on_sqlite(
+        "tsg_tasks_events_follow",
+        "tsg_tasks",
+        "AFTER DELETE",
+        "BEGIN DELETE FROM tsg_task_events WHERE task_pk = OLD.pk; END",
     ),
 )

@@ -75,7 +75,8 @@ def _is_exact(connection: Connection) -> bool:
     statements = connection.execute(
         sa.text(
             "SELECT type, name, tbl_name, sql FROM sqlite_master WHERE sql IS NOT NULL "
-            "AND name NOT LIKE 'sqlite\\_%' ESCAPE '\\' AND tbl_name NOT LIKE 'tsg\\_%' ESCAPE '\\'"
+            "AND name NOT LIKE 'sqlite\\_%' ESCAPE '\\' "
+            "AND tbl_name NOT IN ('tsg_tasks', 'tsg_task_events', 'tsg_alembic_version')"
         )
     )
     found = sorted(" ".join(" ".join(row).split()) for row in statements)

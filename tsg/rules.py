@@ -318,6 +318,8 @@ class _Typed(FunctionElement[bool]):
     type = sa.Boolean()
     inherit_cache = True
     sqlite: ClassVar[str]
+    #: PostgreSQL's types leave less open; what they hold already comes down to its being there.
+    postgresql: ClassVar[str] = "{0} IS NOT NULL"
 
     def self_group(self, against: Any = None) -> Any:
         # It renders its own brackets; without this it would be compared with 1 where it is combined.
@@ -328,8 +330,8 @@ class canonical_uuid(_Typed):  # noqa: N801  # reads as the SQL function it stan
     """A UUID in canonical text."""
 
     inherit_cache = True
-    # The length is taken of the bytes: SQLite's text functions stop at a NUL and don't see what follows it.
-    sqlite = "typeof({0}) = 'text' AND length(CAST({0} AS BLOB)) = 36 AND {0} GLOB '" + (
+    # SQLite's other text functions stop at a NUL, and would not see what hides behind it.
+    sqlite = "typeof({0}) = 'text' AND instr({0}, char(0)) = 0 AND {0} GLOB '" + (
         "-".join("[0-9a-f]" * count for count in (8, 4, 4, 4, 12)) + "'"
     )
 
@@ -338,7 +340,8 @@ class sha256_hex(_Typed):  # noqa: N801
     """64 lower-case hexadecimal digits."""
 
     inherit_cache = True
-    sqlite = "typeof({0}) = 'text' AND length(CAST({0} AS BLOB)) = 64 AND {0} NOT GLOB '*[^0-9a-f]*'"
+    sqlite = "typeof({0}) = 'text' AND instr({0}, char(0)) = 0 AND length({0}) = 64 AND {0} NOT GLOB '*[^0-9a-f]*'"
+    postgresql = "length({0}) = 64 AND {0} !~ '[^0-9a-f]'"
 
 
 class finite(_Typed):  # noqa: N801
@@ -346,6 +349,8 @@ class finite(_Typed):  # noqa: N801
 
     inherit_cache = True
     sqlite = "typeof({0}) = 'real' AND {0} BETWEEN -1.7976931348623157e308 AND 1.7976931348623157e308"
+    # NaN is above everything there.
+    postgresql = "{0} > '-Infinity'::float8 AND {0} < 'Infinity'::float8"
 
 
 class integer(_Typed):  # noqa: N801
@@ -363,5 +368,7 @@ class boolean(_Typed):  # noqa: N801
 
 
 @compiles(_Typed, "sqlite")
-def _typed_on_sqlite(element: _Typed, compiler: SQLCompiler, **kw: Any) -> str:
-    return "(" + element.sqlite.format(compiler.process(element.clauses.clauses[0], **kw)) + ")"
+@compiles(_Typed, "postgresql")
+def _in_its_own_words(element: _Typed, compiler: SQLCompiler, **kw: Any) -> str:
+    words: str = getattr(element, compiler.dialect.name)
+    return "(" + words.format(compiler.process(element.clauses.clauses[0], **kw)) + ")"

@@ -6,7 +6,7 @@ to the migrations and to the models by tests. Alembic is imported when there is 
 
 from __future__ import annotations
 
-import hashlib
+import os
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ from typing import Any, Final, NamedTuple
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
 
-from tsg import published
-from tsg.engine import begun, for_writing, refusing, sqlite_driver
+from tsg import catalog, published
+from tsg.engine import begun, for_writing, refusing, require_transaction, sqlite_driver, transaction
 from tsg.errors import InvalidInput, LedgerError, SchemaOutdated, SchemaTooNew, StateConflict
 from tsg.tables import PREFIX, VERSION_TABLE, version_table
 
@@ -39,6 +39,7 @@ __all__ = [
     "migration",
     "migrations_folder",
     "require_known",
+    "require_references",
     "revision_named",
     "state",
     "upgrade",
@@ -47,8 +48,13 @@ __all__ = [
 REVISIONS: Final = ("0001", "0002", "0003", "0004")
 HEAD: Final = REVISIONS[-1]
 
-#: Of the statements in ``sqlite_master`` that make up the schema at head, white space folded.
-_HEAD_SHA256: Final = "a9f64b01537a819607ed2c3010fdbcfd89b9007f15b9a4f495e070639130c940"
+#: Of what makes up the schema at head, as each database words it: see :mod:`tsg.catalog`.
+_HEAD_SHA256: Final = {
+    "sqlite": "539025df9e8fec358b048883eca326281c3bff7d91527cdf53d8f4af986b5641",
+    "postgresql": "8fcbfbf660454057a7c58931483566c7eb0c8ad37d8cc0299b0af0fa4d284208",
+}
+#: What concurrent migrations of one PostgreSQL database wait for each other by: "tsg" in ASCII.
+_ADVISORY_LOCK: Final = 0x747367
 
 _BROKEN_REFERENCES: Final = (
     "SELECT 1 FROM pragma_foreign_key_check WHERE \"table\" LIKE 'tsg\\_%' ESCAPE '\\' "
@@ -57,6 +63,16 @@ _BROKEN_REFERENCES: Final = (
 
 # Alembic's ``op`` is one for the process: two threads that migrate, even two databases, would mix.
 _one_migration = threading.Lock()
+
+
+def _renew_lock() -> None:
+    global _one_migration
+    _one_migration = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    # Another thread, which a child does not have, may hold it at the fork.
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 class State(NamedTuple):
@@ -81,6 +97,7 @@ class Report(NamedTuple):
     head: str
 
     def to_dict(self) -> dict[str, object]:
+        """Plain values, ready for JSON."""
         return self._asdict()
 
 
@@ -90,11 +107,7 @@ def state(connection: Connection) -> State:
     Raises:
         StateConflict: tables of ours without exactly one version row.
     """
-    names = (
-        set(sa.inspect(connection).get_table_names())
-        if connection.dialect.name != "sqlite"
-        else {row[0] for row in connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    )
+    names = catalog.table_names(connection)
     if VERSION_TABLE in names:
         rows = connection.scalars(sa.select(version_table.c.version_num)).all()
         if len(rows) == 1:
@@ -106,7 +119,8 @@ def state(connection: Connection) -> State:
     if published.is_present(connection):
         found = published.version(connection)
         return State(None if found is None else REVISIONS[found - 1], published=True, empty=False)
-    return State(None, published=False, empty=not {name for name in names if not name.startswith("sqlite_")})
+    others = {name for name in names if name != VERSION_TABLE and not name.startswith("sqlite_")}
+    return State(None, published=False, empty=not others)
 
 
 def current(connection: Connection) -> Report:
@@ -157,17 +171,7 @@ def may_migrate(connection: Connection, *, adopt: bool) -> bool:
 
 def is_exact(connection: Connection) -> bool:
     """Whether the tables, columns, constraints, indexes and triggers of ours are those of head, and no more."""
-    statements = connection.exec_driver_sql(
-        "SELECT type, name, tbl_name, sql FROM sqlite_master WHERE sql IS NOT NULL "
-        "AND (tbl_name LIKE 'tsg\\_%' ESCAPE '\\' OR name LIKE 'tsg\\_%' ESCAPE '\\')"
-    )
-    return digest(" ".join(row) for row in statements) == _HEAD_SHA256
-
-
-def digest(statements: Iterator[str]) -> str:
-    """Of a set of statements, whatever their order and white space."""
-    folded = sorted(" ".join(statement.split()) for statement in statements)
-    return hashlib.sha256("\n".join(folded).encode("utf-8", "surrogatepass")).hexdigest()
+    return catalog.digest(catalog.statements(connection)) == _HEAD_SHA256.get(connection.dialect.name)
 
 
 def require_known(connection: Connection) -> State:
@@ -241,15 +245,12 @@ def bring_to_head(engine: Engine, *, adopt: bool) -> None:
 @contextmanager
 def migration(engine: Engine) -> Iterator[Connection]:
     """A transaction in which the schema may move: with the write lock, and on a ledger's own file with foreign
-    keys off, so that rebuilding a table loses nothing, and checked at its end.
-
-    Raises:
-        StateConflict: a reference is broken at its end; nothing is changed.
+    keys off, so that rebuilding a table loses nothing; :func:`require_references` is for its end.
     """
     with for_writing(engine).connect() as connection:
         driver = sqlite_driver(connection)
         if driver is None or driver.in_transaction:
-            with begun(connection):
+            with transaction(connection):
                 yield connection
             return
         # Inside a transaction SQLite would not listen.
@@ -257,10 +258,18 @@ def migration(engine: Engine) -> Iterator[Connection]:
         try:
             with begun(connection):
                 yield connection
-                if connection.exec_driver_sql(_BROKEN_REFERENCES).first() is not None:
-                    raise StateConflict("a stored row refers to one that is not there; nothing was changed")
         finally:
             _foreign_keys(driver, on=enforced)
+
+
+def require_references(connection: Connection) -> None:
+    """That every reference to a row of ours, or from one, finds its row, enforced meanwhile or not.
+
+    Raises:
+        StateConflict: one doesn't.
+    """
+    if connection.dialect.name == "sqlite" and connection.exec_driver_sql(_BROKEN_REFERENCES).first() is not None:
+        raise StateConflict("a stored row refers to one that is not there; nothing was changed")
 
 
 def include_name(name: str | None, type_: str, parent_names: Any) -> bool:
@@ -287,21 +296,44 @@ def _migrate(target: Engine | Connection, direction: str, revision: str) -> Repo
     if isinstance(target, Engine):
         with migration(target) as connection:
             return _migrate(connection, direction, revision)
-    if target.dialect.name != "sqlite":
-        raise InvalidInput("this release keeps its ledgers in SQLite")
+    if target.dialect.name not in _HEAD_SHA256:
+        raise InvalidInput("a ledger lives in SQLite or PostgreSQL")
     destination = revision_named(revision, downgrade=direction == "downgrade")
-    before = require_known(target)
-    if before.published and (direction, destination) != ("upgrade", HEAD):
-        raise SchemaOutdated("a file of the published package is adopted as a whole: run tsg upgrade")
-    stands, goes = (("base", *REVISIONS).index(name or "base") for name in (before.revision, destination))
-    if direction == "downgrade" and goes > stands:
-        raise InvalidInput("the schema is older than that already")
-    if before.published or (goes > stands if direction == "upgrade" else goes < stands):
-        try:
-            _run(target, direction, destination)
-        except sa.exc.IntegrityError:
-            raise StateConflict("a stored row can't be held by the schema; nothing was changed") from None
-    return Report(before.published, state(target).revision, HEAD)
+    with _locked(target):
+        before = require_known(target)
+        if before.published and (direction, destination) != ("upgrade", HEAD):
+            raise SchemaOutdated("a file of the published package is adopted as a whole: run tsg upgrade")
+        stands, goes = (("base", *REVISIONS).index(name or "base") for name in (before.revision, destination))
+        if direction == "downgrade" and goes > stands:
+            raise InvalidInput("the schema is older than that already")
+        if before.published or (goes > stands if direction == "upgrade" else goes < stands):
+            try:
+                _run(target, direction, destination)
+            except sa.exc.IntegrityError:
+                raise StateConflict("a stored row can't be held by the schema; nothing was changed") from None
+            require_references(target)
+        return Report(before.published, state(target).revision, HEAD)
+
+
+@contextmanager
+def _locked(connection: Connection) -> Iterator[None]:
+    """All or nothing inside the caller's transaction, and on PostgreSQL nobody else migrates meanwhile."""
+    require_transaction(connection)
+    with connection.begin_nested():
+        if connection.dialect.name != "postgresql":
+            yield
+            return
+        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK)))
+        path = connection.scalar(sa.select(sa.func.current_setting("search_path")))
+        # Unqualified names are those of the ledger's schema.
+        _search(connection, connection.dialect.identifier_preparer.quote(catalog.namespace(connection)))
+        # Where it raises, what was set is undone with the rest.
+        yield
+        _search(connection, path)
+
+
+def _search(connection: Connection, path: str | None) -> None:
+    connection.execute(sa.select(sa.func.set_config("search_path", path, sa.true())))
 
 
 def _run(connection: Connection, direction: str, revision: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.engine import Dialect
-from sqlalchemy.types import TypeDecorator
+from sqlalchemy.types import UUID, TypeDecorator, TypeEngine
 
 from tsg import guards, rules, values
 from tsg.errors import InvalidInput, StateConflict
@@ -71,6 +71,11 @@ class TaskId(TypeDecorator[str]):
     def __init__(self) -> None:
         super().__init__(36)
 
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
+        if dialect.name == "postgresql":
+            return dialect.type_descriptor(UUID(as_uuid=False))
+        return dialect.type_descriptor(sa.String(36))
+
     def process_bind_param(self, value: object, dialect: Dialect) -> str | None:
         try:
             return values.optional_id(value)
@@ -93,7 +98,7 @@ _Key = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 tasks: Final = sa.Table(
     "tsg_tasks",
     metadata,
-    sa.Column("pk", _Key, primary_key=True),
+    sa.Column("pk", _Key, sa.Identity(), primary_key=True),
     sa.Column("id", TaskId(), nullable=False, unique=True),
     sa.Column("parent_id", TaskId(), sa.ForeignKey("tsg_tasks.id")),
     sa.Column("status", StateText(TaskStatus), nullable=False),
@@ -164,5 +169,9 @@ version_table: Final = sa.Table(
     sa.PrimaryKeyConstraint("version_num", name=f"{VERSION_TABLE}_pkc"),
 )
 
+for _, _function in guards.FUNCTIONS:
+    event.listen(task_events, "after_create", sa.DDL(_function.replace("%", "%%")).execute_if(dialect="postgresql"))  # type: ignore[no-untyped-call]  # so in SQLAlchemy
 for _guard in guards.GUARDS:
-    event.listen(task_events, "after_create", sa.DDL(_guard.sqlite).execute_if(dialect="sqlite"))  # type: ignore[no-untyped-call]  # so in SQLAlchemy
+    for _dialect, _statement in (("sqlite", _guard.sqlite), ("postgresql", _guard.postgresql)):
+        if _statement is not None:
+            event.listen(task_events, "after_create", sa.DDL(_statement).execute_if(dialect=_dialect))  # type: ignore[no-untyped-call]

@@ -34,6 +34,8 @@ def downgrade() -> None:
 
 
 def create_tables() -> None:
+    on_postgresql = op.get_bind().dialect.name == "postgresql"
+    hexadecimal = "payload_hash !~ '[^0-9a-f]'" if on_postgresql else "payload_hash NOT GLOB '*[^0-9a-f]*'"
     op.create_table(
         "tsg_tasks",
         sa.Column("id", sa.Text(), nullable=False),
@@ -59,7 +61,7 @@ def create_tables() -> None:
         _check("tsg_tasks_delivery_required", "delivery_required IN (0,1)"),
         _check(
             "tsg_tasks_payload_hash",
-            "payload_hash IS NULL OR (length(payload_hash) = 64 AND payload_hash NOT GLOB '*[^0-9a-f]*')",
+            "payload_hash IS NULL OR (length(payload_hash) = 64 AND " + hexadecimal + ")",
         ),
         _check("tsg_tasks_timeout_seconds", "timeout_seconds IS NULL OR timeout_seconds >= 0"),
         _check("tsg_tasks_version", "version >= 0"),

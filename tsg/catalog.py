@@ -1,0 +1,107 @@
+"""What a database itself says of our part of its schema.
+
+Each database tells it in its own words; what is compared is always a digest of those words, so that nothing
+that differs goes unseen: a column, a constraint, an index, a trigger, a function of ours, or one too many.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from tsg.tables import VERSION_TABLE, tasks
+
+__all__ = ["digest", "namespace", "statements", "table_names"]
+
+#: Where our tables are, or would be made, on PostgreSQL.
+_NAMESPACE: Final = sa.text(
+    "SELECT coalesce("
+    "(SELECT n.nspname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
+    "WHERE c.oid = coalesce(to_regclass(:version), to_regclass(:tasks))), current_schema())"
+)
+_POSTGRESQL_TABLES: Final = sa.text(
+    "SELECT c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
+    "WHERE n.nspname = :schema AND c.relkind IN ('r', 'p', 'v', 'm', 'f')"
+)
+# As the server puts the definitions back into words, without the schema that they live in.
+_POSTGRESQL: Final = sa.text(
+    r"""
+    WITH ours AS (
+        SELECT c.oid, c.relname, c.relkind, c.relpersistence, c.relrowsecurity FROM pg_class c
+        JOIN pg_namespace n ON n.oid = c.relnamespace
+        WHERE n.nspname = :schema AND c.relname LIKE 'tsg\_%' AND c.relkind IN ('r', 'p', 'v', 'm', 'f')
+    )
+    SELECT concat_ws(' ', 'table', relname, relkind, relpersistence, relrowsecurity) FROM ours
+    UNION ALL
+    SELECT concat_ws(' ', 'column', relname, attname, format_type(atttypid, atttypmod), attnotnull, attidentity,
+        attgenerated, pg_get_expr(adbin, adrelid))
+    FROM ours JOIN pg_attribute a ON a.attrelid = ours.oid
+    LEFT JOIN pg_attrdef d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
+    WHERE attnum > 0 AND NOT attisdropped
+    UNION ALL
+    SELECT concat_ws(' ', 'constraint', relname, conname, convalidated, pg_get_constraintdef(k.oid))
+    FROM ours JOIN pg_constraint k ON k.conrelid = ours.oid WHERE contype IN ('c', 'f', 'p', 'u', 'x')
+    UNION ALL
+    SELECT concat_ws(' ', 'index', ours.relname, i.relname, indisvalid, pg_get_indexdef(indexrelid))
+    FROM ours JOIN pg_index x ON x.indrelid = ours.oid JOIN pg_class i ON i.oid = x.indexrelid
+    UNION ALL
+    SELECT concat_ws(' ', 'trigger', relname, tgname, tgenabled, pg_get_triggerdef(t.oid))
+    FROM ours JOIN pg_trigger t ON t.tgrelid = ours.oid WHERE NOT tgisinternal
+    UNION ALL
+    SELECT concat_ws(' ', 'rule', relname, rulename) FROM ours JOIN pg_rewrite r ON r.ev_class = ours.oid
+    UNION ALL
+    SELECT concat_ws(' ', 'function', proname, prosrc) FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
+    WHERE n.nspname = :schema AND proname LIKE 'tsg\_%'
+    """
+)
+
+
+def namespace(connection: Connection) -> str:
+    """The schema on PostgreSQL that our tables are in, or would be made in."""
+    translated = _translated(connection)
+    if translated is not None:
+        return translated
+    names = {"version": VERSION_TABLE, "tasks": tasks.name}
+    return str(connection.execute(_NAMESPACE, names).scalar_one())
+
+
+def table_names(connection: Connection) -> set[str]:
+    """The tables of the schema that ours are in."""
+    if connection.dialect.name == "sqlite":
+        return set(
+            connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')").scalars()
+        )
+    return set(connection.execute(_POSTGRESQL_TABLES, {"schema": namespace(connection)}).scalars())
+
+
+def statements(connection: Connection) -> Iterator[str]:
+    """What makes up our part of the schema, a line a piece, in no order."""
+    if connection.dialect.name == "sqlite":
+        rows = connection.exec_driver_sql(
+            "SELECT type, name, tbl_name, sql FROM sqlite_master WHERE sql IS NOT NULL "
+            "AND (tbl_name LIKE 'tsg\\_%' ESCAPE '\\' OR name LIKE 'tsg\\_%' ESCAPE '\\')"
+        )
+        yield from (" ".join(row) for row in rows)
+    else:
+        schema = namespace(connection)
+        # It is told or left out by whether the connection's search_path finds it.
+        qualified = re.compile(rf"(?<![\w\"])(?:{re.escape(schema)}|\"{re.escape(schema)}\")\.(?=\"?tsg_)")
+        for (line,) in connection.execute(_POSTGRESQL, {"schema": schema}):
+            yield qualified.sub("", line)
+
+
+def digest(lines: Iterable[str]) -> str:
+    """Of a set of statements, whatever their order and white space."""
+    folded = sorted(" ".join(line.split()) for line in lines)
+    return hashlib.sha256("\n".join(folded).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _translated(connection: Connection) -> str | None:
+    translation = connection.get_execution_options().get("schema_translate_map") or {}
+    schema = translation.get(None)
+    return None if schema is None else str(schema)
