@@ -12,22 +12,44 @@ import sqlite3
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Final
+from contextlib import contextmanager, nullcontext
+from typing import Any, Final, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy import event
-from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.engine import URL, Connection, Engine
+from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.pool import QueuePool
 
-from tsg.errors import StateConflict
+from tsg.errors import InvalidInput, StateConflict
 
-__all__ = ["begun", "enable_wal", "for_writing", "make_engine", "refusing", "sqlite_driver", "transaction"]
+__all__ = [
+    "begun",
+    "enable_wal",
+    "for_writing",
+    "make_engine",
+    "reading",
+    "refusing",
+    "require_transaction",
+    "snapshot",
+    "sqlite_driver",
+    "transaction",
+]
 
 #: The execution option that says how a transaction begins.
 BEGIN: Final = "tsg_begin"
 
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+#: PostgreSQL's: serialization failure, deadlock, lock not available.
+_CONTENTION: Final = ("40001", "40P01", "55P03")
+
+#: The isolation levels that are asked of PostgreSQL: for one transition, and for a report or a sweep.
+READ_COMMITTED: Final = "READ COMMITTED"
+REPEATABLE_READ: Final = "REPEATABLE READ"
+
+_Source = TypeVar("_Source", bound=Engine | Connection)
+
+#: Our engines, each with the connections to files that lie idle in its pool.
+_engines: weakref.WeakKeyDictionary[Engine, set[Any]] = weakref.WeakKeyDictionary()
 
 
 def make_engine(
@@ -70,33 +92,124 @@ def make_engine(
         hide_parameters=True,
     )
     event.listen(engine, "begin", _begin)
-    _engines.add(engine)
+    _engines[engine] = idle = set()
+    if not shared:
+        event.listen(engine, "checkin", lambda connection, _: idle.add(connection))
+        event.listen(engine, "checkout", lambda connection, *_: idle.discard(connection))
+        event.listen(engine, "close", lambda connection, _: idle.discard(connection))
     return engine
 
 
-def for_writing(engine: Engine) -> Engine:
-    """The same engine and pool, whose transactions take the write lock at their start.
+def for_writing(engine: _Source) -> _Source:
+    """The same engine and pool, or connection, whose transactions take the write lock at their start.
 
     On an engine that is not ours this says nothing to anybody; :func:`transaction` begins there itself.
     """
-    return engine.execution_options(**{BEGIN: "IMMEDIATE"})
+    return engine.execution_options(**{BEGIN: "IMMEDIATE"})  # type: ignore[return-value]  # the same kind, always
 
 
 @contextmanager
-def transaction(engine: Engine) -> Iterator[Connection]:
-    """A real transaction on a connection of its own, whatever the engine's own way of beginning one is."""
-    with engine.connect() as connection, begun(connection):
+def reading(source: Engine | Connection) -> Iterator[Connection]:
+    """One snapshot to read, given up at its end: even of a damaged file, where nothing could be committed."""
+    with transaction(source, REPEATABLE_READ) as connection:
         yield connection
+        connection.rollback()
+
+
+@contextmanager
+def transaction(source: Engine | Connection, isolation: str = READ_COMMITTED) -> Iterator[Connection]:
+    """A real transaction, whatever the engine's own way of beginning one is.
+
+    Args:
+        source: an engine, of which a connection is taken, or a connection that has no transaction yet.
+        isolation: on PostgreSQL. SQLite has but one.
+    """
+    with nullcontext(source) if isinstance(source, Connection) else source.connect() as connection:
+        if connection.dialect.name == "postgresql":
+            # AUTOCOMMIT, if that is the engine's default, would keep a row and its event apart. The pool puts
+            # the default back.
+            connection.execution_options(isolation_level=isolation)
+        with begun(connection):
+            yield connection
 
 
 @contextmanager
 def begun(connection: Connection) -> Iterator[Connection]:
     """A transaction on `connection`. On SQLite it begins at once, IMMEDIATE on an engine :func:`for_writing`."""
     with connection.begin():
-        driver = sqlite_driver(connection)
-        if driver is not None and not driver.in_transaction:
+        # Whether one is open is what the driver underneath knows, be it synchronous or not.
+        driver = connection.connection.driver_connection
+        if connection.dialect.name == "sqlite" and not getattr(driver, "in_transaction", True):
             connection.exec_driver_sql(f"BEGIN {connection.get_execution_options().get(BEGIN, '')}")
         yield connection
+
+
+def is_autocommit(connection: Connection) -> bool:
+    """Whether every statement would commit by itself, and a row could be kept without its event."""
+    inner: Any = connection.connection.dbapi_connection
+    if connection.dialect.name == "sqlite":
+        # Without a mode of its own, the driver leaves the BEGIN to others, and none has been sent.
+        driver: Any = connection.connection.driver_connection
+        in_mode = getattr(driver, "autocommit", None) is True or inner.isolation_level is None
+        return in_mode and not driver.in_transaction
+    return bool(getattr(inner, "autocommit", False))
+
+
+def require_transaction(connection: Connection) -> None:
+    """That what follows is one snapshot, and all or nothing: a transaction is open, or is opened.
+
+    Raises:
+        StateConflict: in AUTOCOMMIT it can't be; and to begin here what nobody would end is no way out.
+    """
+    if is_autocommit(connection):
+        raise StateConflict("in AUTOCOMMIT every statement stands alone; give a connection with a transaction")
+    if connection.dialect.name == "sqlite" and not _is_begun(connection):
+        # The driver would send it before the first write only.
+        connection.exec_driver_sql("BEGIN")
+
+
+@contextmanager
+def snapshot(connection: Connection) -> Iterator[None]:
+    """What is read in it is of one moment on SQLite, whatever the connection's mode; on PostgreSQL, where its
+    isolation level says so."""
+    if connection.dialect.name != "sqlite" or _is_begun(connection):
+        yield
+        return
+    alone = is_autocommit(connection)
+    # The driver would let each read stand alone.
+    connection.exec_driver_sql("BEGIN")
+    try:
+        yield
+    finally:
+        if alone:
+            connection.exec_driver_sql("ROLLBACK")
+
+
+def _is_begun(connection: Connection) -> bool:
+    driver: Any = connection.connection.driver_connection
+    return bool(driver.in_transaction)
+
+
+def make_postgresql_engine(url: URL, *, busy_timeout_ms: int) -> Engine:
+    """An engine of ours on a PostgreSQL database, whose connections wait for a lock only so long.
+
+    Raises:
+        InvalidInput: the driver that the URL names is not installed.
+    """
+    try:
+        engine = sa.create_engine(url, hide_parameters=True)
+    except (ImportError, sa.exc.ArgumentError, sa.exc.NoSuchModuleError):
+        raise InvalidInput("the driver that the URL names is not installed here") from None
+
+    @event.listens_for(engine, "connect")
+    def prepare(connection: DBAPIConnection, record: object) -> None:
+        cursor = connection.cursor()
+        cursor.execute(f"SET lock_timeout = {busy_timeout_ms:d}")
+        cursor.close()
+        connection.commit()
+
+    _engines[engine] = set()
+    return engine
 
 
 def sqlite_driver(connection: Connection) -> sqlite3.Connection | None:
@@ -117,10 +230,17 @@ def refusing() -> Iterator[None]:
     except sa.exc.IntegrityError:
         raise StateConflict("the database's own guards refused the change; run doctor") from None
     except (sa.exc.SQLAlchemyError, sqlite3.Error) as error:
-        code = getattr(getattr(error, "orig", error), "sqlite_errorcode", None)
-        if isinstance(error, sa.exc.TimeoutError) or (code is not None and code & 0xFF == sqlite3.SQLITE_BUSY):
-            raise StateConflict("others kept the ledger busy for too long; try again") from None
+        if isinstance(error, sa.exc.TimeoutError) or is_contention(error):
+            raise StateConflict("others kept the ledger busy for too long; try again", retriable=True) from None
         raise StateConflict("the database can't be read or written; check the file and the disk") from None
+
+
+def is_contention(error: BaseException) -> bool:
+    """Whether the database refused only because of what others do at the same time."""
+    driver = getattr(error, "orig", error)
+    code = getattr(driver, "sqlite_errorcode", None)
+    state = getattr(driver, "sqlstate", None)
+    return (code is not None and code & 0xFF == sqlite3.SQLITE_BUSY) or state in _CONTENTION
 
 
 def enable_wal(connection: sqlite3.Connection, busy_timeout_ms: int) -> None:
@@ -155,10 +275,18 @@ def _begin(connection: Connection) -> None:
 
 
 def _forget_inherited_connections() -> None:
-    for engine in list(_engines):
+    """SQLite forbids carrying a connection over a fork: the parent keeps its own, the child opens new ones.
+
+    To forget the old ones is not enough: as long as one is open in the child, SQLite takes its locks, which are
+    the parent's, for the child's too, and what the child writes is lost when the parent closes. One in use at the
+    fork can't be helped: another thread, which the child does not have, may hold its mutex for ever.
+    """
+    for engine, idle in list(_engines.items()):
+        for connection in list(idle):
+            connection.close()
+        idle.clear()
         engine.dispose(close=False)
 
 
 if hasattr(os, "register_at_fork"):
-    # SQLite forbids carrying a connection over a fork. The parent keeps its own; the child opens new ones.
     os.register_at_fork(after_in_child=_forget_inherited_connections)

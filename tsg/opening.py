@@ -17,21 +17,26 @@ import sqlalchemy as sa
 from sqlalchemy.engine import URL, Connection, Engine
 
 from tsg import schema, storage
-from tsg.engine import enable_wal, make_engine, refusing, sqlite_driver, transaction
+from tsg.engine import enable_wal, make_engine, make_postgresql_engine, reading, refusing, sqlite_driver
 from tsg.errors import InvalidInput, LedgerError, SchemaOutdated, StateConflict
 from tsg.storage import SNAPSHOT_LIMIT, LedgerFile
 
 __all__ = [
     "Opened",
-    "file_at",
+    "Place",
+    "is_there",
     "migration",
     "open_as_it_is",
     "open_engine",
     "open_read_only",
     "open_to_write",
+    "place_of",
 ]
 
 BUSY_TIMEOUT_MS: Final = 5000
+
+#: Where a ledger of ours is: in a file of its own, or in a PostgreSQL database.
+Place = LedgerFile | URL
 
 
 @dataclass
@@ -39,44 +44,54 @@ class Opened:
     """A ledger behind an engine.
 
     Attributes:
-        engine: where the ledger is read, and written unless it is read-only.
+        engine: where the ledger is read, and written unless it is read-only; or one connection of the
+            application's, for what is done on it alone.
         original: where doctor looks; another than `engine` where an older schema is read through a copy.
         permission_model: ``posix_mode`` or ``external_acl``.
         fault: why nothing but doctor can be had of it, or ``None``.
+        watch: a connection of its own to a live file, that tells when others have written.
         verify: raises :exc:`StateConflict` where the file is not the one that was opened.
     """
 
-    engine: Engine
-    original: Engine
+    engine: Engine | Connection
+    original: Engine | Connection
     permission_model: str
     fault: LedgerError | None = None
     verify: Callable[[], object] = lambda: None
     owned: bool = True
     copies: list[sqlite3.Connection] = field(default_factory=list)
+    watch: sqlite3.Connection | None = None
 
     def close(self) -> None:
         """Give back what was opened here; an application's own engine stays as it is."""
+        if self.watch is not None:
+            self.watch.close()
         for copy in self.copies:
             storage.wipe(copy)
         if self.owned:
             for engine in {self.engine, self.original}:
-                engine.dispose()
+                if isinstance(engine, Engine):
+                    engine.dispose()
 
 
-def file_at(target: object, *, allow_external_acl: bool = False) -> LedgerFile:
-    """The ledger file that a path or a SQLite URL names.
+def place_of(target: object, *, allow_external_acl: bool = False) -> Place:
+    """The ledger file that a path or a SQLite URL names, or the URL of a PostgreSQL database.
 
     Raises:
-        InvalidInput: no path of a local file, another database's URL, or one with options.
+        InvalidInput: no path of a local file, another database's URL, or a SQLite one with options.
     """
     if isinstance(target, str) and "://" in target:
         try:
+            target.encode()
             target = sa.make_url(str.__str__(target))
         except (sa.exc.ArgumentError, ValueError):
             raise InvalidInput("a database URL must read dialect://…") from None
     if isinstance(target, URL):
-        if target.get_backend_name() != "sqlite":
-            raise InvalidInput("this release keeps its ledgers in SQLite")
+        backend = target.get_backend_name()
+        if backend == "postgresql":
+            return target
+        if backend != "sqlite":
+            raise InvalidInput("a ledger lives in SQLite or PostgreSQL")
         if target.query or target.host or target.username or target.password or target.port:
             # mode=memory, immutable=1, vfs=… would each take away something that a ledger stands on.
             raise InvalidInput("a ledger's URL must be sqlite:///path, without options")
@@ -84,30 +99,50 @@ def file_at(target: object, *, allow_external_acl: bool = False) -> LedgerFile:
     return storage.locate(target, allow_external_acl=allow_external_acl)
 
 
-def open_engine(engine: Engine) -> Opened:
+def is_there(place: Place) -> bool:
+    """Whether there is something to open: a file that is not empty, or tables of ours in a database.
+
+    Raises:
+        StateConflict: the database can't be reached.
+    """
+    if isinstance(place, LedgerFile):
+        return place.exists
+    opened = open_as_it_is(place)
+    try:
+        with refusing(), reading(opened.engine) as connection:
+            return schema.state(connection).revision is not None
+    finally:
+        opened.close()
+
+
+def open_engine(engine: Engine | Connection, *, check: bool = True) -> Opened:
     """The ledger in an application's own database; no file is checked and nothing is migrated.
 
     Raises:
         SchemaOutdated: it is not at head; the message names the command.
         StateConflict: the schema is another, or can't be read.
     """
-    with refusing(), transaction(engine) as connection:
-        fault = schema.fault(connection)
-    if fault is not None:
-        raise fault
+    if check:
+        with refusing(), reading(engine) as connection:
+            fault = schema.fault(connection)
+        if fault is not None:
+            raise fault
     return Opened(engine, engine, "external_acl", owned=False)
 
 
 def open_to_write(
-    file: LedgerFile, *, busy_timeout_ms: int = BUSY_TIMEOUT_MS, migrate: bool = True, adopt: bool = False
+    place: Place, *, busy_timeout_ms: int = BUSY_TIMEOUT_MS, migrate: bool = True, adopt: bool = False
 ) -> Opened:
-    """A ledger's own file, made and brought to head as allowed.
+    """A ledger of ours, made and brought to head as allowed.
 
     Raises:
-        InvalidInput: the path is refused, see :mod:`tsg.storage`.
+        InvalidInput: the path is refused, see :mod:`tsg.storage`; or there is no such driver here.
         SchemaOutdated: it is older and `migrate` is false, or a published file and `adopt` is.
         StateConflict: the storage or the schema is not a ledger's.
     """
+    if isinstance(place, URL):
+        return _open_url(place, busy_timeout_ms, migrate=migrate, read_only=False)
+    file = place
     if not file.exists and not migrate:
         raise SchemaOutdated("there is no ledger at this path yet: run tsg init")
     file.make()
@@ -116,15 +151,18 @@ def open_to_write(
     try:
         with refusing():
             # Looked at before anything is changed: it may be another application's database.
-            with transaction(engine) as connection:
+            with reading(engine) as connection:
                 fault = schema.fault(connection)
                 pending = schema.may_migrate(connection, adopt=adopt)
             if fault is not None and not (migrate and pending):
                 raise fault
-            file.tighten()
-            _enable_wal(engine, busy_timeout_ms)
+            # Only what is not refused is changed; an empty file is in nobody's way, and WAL is soonest best.
+            if not file.exists:
+                _enable_wal(engine, busy_timeout_ms)
             if fault is not None:
                 schema.bring_to_head(engine, adopt=adopt)
+            file.tighten()
+            _enable_wal(engine, busy_timeout_ms)
     except BaseException:
         engine.dispose()
         raise
@@ -137,17 +175,21 @@ def open_to_write(
 
 
 def open_read_only(
-    file: LedgerFile, *, busy_timeout_ms: int = BUSY_TIMEOUT_MS, snapshot_limit: int = SNAPSHOT_LIMIT
+    place: Place, *, busy_timeout_ms: int = BUSY_TIMEOUT_MS, snapshot_limit: int = SNAPSHOT_LIMIT
 ) -> Opened:
-    """A ledger's own file without a byte of it changed, whatever schema it has.
+    """A ledger of ours without a byte of it changed; a file whatever schema it has.
 
     Raises:
-        InvalidInput: no private file there.
-        StateConflict: it is not in WAL mode, not closed cleanly, too large to copy, or changing.
+        InvalidInput: no private file there, or no such driver here.
+        StateConflict: a file that is not in WAL mode, not closed cleanly, too large to copy, or changing.
     """
+    if isinstance(place, URL):
+        return _open_url(place, busy_timeout_ms, migrate=False, read_only=True)
+    file = place
     file.require()
     identity = file.identity()
     copies: list[sqlite3.Connection] = []
+    seen = 0
     with refusing():
         if file.is_live():
             original = make_engine(
@@ -157,6 +199,8 @@ def open_read_only(
             def verify() -> None:
                 if file.identity() != identity:
                     raise StateConflict("the ledger's file was replaced")
+                if opened.watch is not None and _data_version(opened.watch) != seen:
+                    raise StateConflict("the ledger has changed since it was copied; open it again")
         else:
             traits = file.traits()
             copies.append(file.read_snapshot(snapshot_limit))
@@ -168,13 +212,16 @@ def open_read_only(
 
         opened = Opened(original, original, file.permission_model, verify=verify, copies=copies)
         try:
-            with transaction(original) as connection:
+            with reading(original) as connection:
                 driver = sqlite_driver(connection)
                 assert driver is not None
                 if not copies and driver.execute("PRAGMA journal_mode").fetchone() != ("wal",):
                     raise StateConflict("the file is not a ledger in WAL mode")
                 opened.fault = schema.fault(connection)
                 older = schema.may_migrate(connection, adopt=True) and not schema.state(connection).empty
+                if opened.fault is not None and older and not copies:
+                    opened.watch = file.connect("ro", identity)
+                    seen = _data_version(opened.watch)
                 if opened.fault is not None and older:
                     copies.append(storage.copy_to_memory(driver, snapshot_limit))
             if opened.fault is not None and older:
@@ -188,15 +235,19 @@ def open_read_only(
     return opened
 
 
-def open_as_it_is(file: LedgerFile, *, busy_timeout_ms: int = BUSY_TIMEOUT_MS) -> Opened:
-    """A ledger's own file for reading only, but in place: whatever its size, mode or schema, even damaged.
+def open_as_it_is(place: Place, *, busy_timeout_ms: int = BUSY_TIMEOUT_MS) -> Opened:
+    """A ledger of ours for reading only, but in place: whatever its size, mode or schema, even damaged.
 
     SQLite itself may make its sidecars and clear them away again.
 
     Raises:
-        InvalidInput: no file there, or one that is not the caller's own.
+        InvalidInput: no file there, or one that is not the caller's own; or no such driver here.
         StateConflict: a sidecar that is not a plain file.
     """
+    if isinstance(place, URL):
+        engine = make_postgresql_engine(place, busy_timeout_ms=busy_timeout_ms)
+        return Opened(engine, engine, "server")
+    file = place
     if not file.exists:
         raise InvalidInput("there is no ledger at this path; tsg init makes one")
     file.judge()
@@ -206,25 +257,62 @@ def open_as_it_is(file: LedgerFile, *, busy_timeout_ms: int = BUSY_TIMEOUT_MS) -
 
 
 @contextmanager
-def migration(file: LedgerFile) -> Iterator[Connection]:
-    """A transaction on a ledger's own file, made where it is missing, in which its schema may move.
+def migration(place: Place) -> Iterator[Connection]:
+    """A transaction on a ledger of ours, its file made where it is missing, in which its schema may move.
 
     Raises:
         LedgerError: as :func:`open_to_write`.
     """
+    if isinstance(place, URL):
+        engine = make_postgresql_engine(place, busy_timeout_ms=BUSY_TIMEOUT_MS)
+        try:
+            with refusing(), schema.migration(engine) as connection:
+                yield connection
+        finally:
+            engine.dispose()
+        return
+    file = place
     file.make()
     identity = file.identity()
     engine = make_engine(lambda: file.connect("rw", identity), busy_timeout_ms=BUSY_TIMEOUT_MS)
     try:
         with refusing():
-            with transaction(engine) as connection:
+            with reading(engine) as connection:
                 schema.require_known(connection)
-            file.tighten()
-            _enable_wal(engine, BUSY_TIMEOUT_MS)
+            if not file.exists:
+                _enable_wal(engine, BUSY_TIMEOUT_MS)
             with schema.migration(engine) as connection:
                 yield connection
+            file.tighten()
+            _enable_wal(engine, BUSY_TIMEOUT_MS)
     finally:
         engine.dispose()
+
+
+def _open_url(url: URL, busy_timeout_ms: int, *, migrate: bool, read_only: bool) -> Opened:
+    engine = make_postgresql_engine(url, busy_timeout_ms=busy_timeout_ms)
+    opened = Opened(engine, engine, "server")
+    try:
+        with refusing():
+            with reading(engine) as connection:
+                fault = schema.fault(connection)
+                pending = schema.may_migrate(connection, adopt=False)
+            if fault is not None and pending and migrate and not read_only:
+                schema.upgrade(engine)
+            elif fault is not None and read_only:
+                opened.fault = fault
+            elif fault is not None:
+                raise fault
+    except BaseException:
+        engine.dispose()
+        raise
+    return opened
+
+
+def _data_version(connection: sqlite3.Connection) -> int:
+    """Changes whenever another connection has committed."""
+    version: int = connection.execute("PRAGMA data_version").fetchone()[0]
+    return version
 
 
 def _private(copy: sqlite3.Connection, busy_timeout_ms: int, *, read_only: bool = True) -> Engine:

@@ -43,10 +43,22 @@ _SHARED_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 _PRIVATE_FILE: Final = 0o600
 _PRIVATE_DIRECTORY: Final = 0o700
 _UNUSABLE: Final = "the ledger's path can't be used: it is missing, or permission is"
+#: The size of the smallest SQLite database: one page of the smallest size.
+_SMALLEST: Final = 512
 _CHUNK: Final = 1024 * 1024
 
 # Between making the empty file and closing its descriptor no thread of ours may open it (see above).
 _creating = threading.Lock()
+
+
+def _renew_lock() -> None:
+    global _creating
+    _creating = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    # Another thread, which a child does not have, may hold it at the fork.
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +83,7 @@ class LedgerFile:
         """
         with _refusing_os_errors():
             _judge_directories(self.path)
+            self._judge_sidecars()
             _make_directories(os.path.dirname(self.path))
             with _creating:
                 if _lstat(self.path) is None:
@@ -119,6 +132,12 @@ class LedgerFile:
             raise InvalidInput("a ledger must be a regular file with one name, not a link or a device")
         if _POSIX and found.st_uid != os.geteuid():
             raise InvalidInput("a ledger must belong to the user who opens it")
+        if 0 < found.st_size < _SMALLEST:
+            # SQLite itself would take a file of one byte for an empty database.
+            raise StateConflict("the file is not a ledger")
+        self._judge_sidecars()
+
+    def _judge_sidecars(self) -> None:
         for path in self._sidecars():
             beside = _lstat(path)
             if beside is not None and not _is_plain(beside):
@@ -212,7 +231,8 @@ def locate(target: object, *, allow_external_acl: bool = False) -> LedgerFile:
     try:
         path = os.fsdecode(target)  # type: ignore[arg-type]  # what is no path raises TypeError
         os.fsencode(path)
-    except (TypeError, ValueError):
+    except Exception:
+        # A path object may raise anything of its own.
         raise InvalidInput("a ledger's path must be text, bytes or a path object") from None
     if not path or "\0" in path or path.startswith(("//", "\\\\", "/\\", "\\/")):
         raise InvalidInput("a ledger's path must name a local file")
@@ -243,19 +263,29 @@ def copy_to_memory(source: sqlite3.Connection, limit: int = SNAPSHOT_LIMIT) -> s
 
 
 def wipe(connection: sqlite3.Connection) -> None:
-    """Overwrite a private copy's pages before its memory is given back, then close it."""
+    """Overwrite a private copy's pages before its memory is given back, then close it.
+
+    A copy of a damaged database can't be walked to its end; what of it is reached is overwritten.
+    """
     try:
         connection.rollback()
         for pragma in ("query_only = OFF", "journal_mode = OFF", "secure_delete = ON", "foreign_keys = OFF"):
             connection.execute(f"PRAGMA {pragma}").fetchall()
-        for kind in ("VIEW", "TABLE"):
+        (free,) = connection.execute("PRAGMA freelist_count").fetchone()
+        (size,) = connection.execute("PRAGMA page_size").fetchone()
+        if free:
+            # Pages that were free already keep what they held, unless something takes their place.
+            connection.execute("CREATE TABLE tsg_wipe (filler BLOB)")
+            connection.execute("INSERT INTO tsg_wipe VALUES (zeroblob(?))", (free * size,))
+        for kind in ("view", "table"):
             found = connection.execute(
-                "SELECT name FROM sqlite_master WHERE type = ? AND name NOT LIKE 'sqlite\\_%' ESCAPE '\\'",
-                (kind.lower(),),
+                "SELECT name FROM sqlite_master WHERE type = ? AND name NOT LIKE 'sqlite\\_%' ESCAPE '\\'", (kind,)
             ).fetchall()
             for (name,) in found:
                 connection.execute(f'DROP {kind} "{name.replace(chr(34), chr(34) * 2)}"')
         connection.commit()
+    except sqlite3.DatabaseError:
+        pass
     finally:
         connection.close()
 
@@ -306,13 +336,21 @@ def _make_directories(directory: str) -> None:
         # Another first opener may make it just now; it is judged like any other.
         with suppress(FileExistsError):
             os.mkdir(path, _PRIVATE_DIRECTORY)
+            # Whatever the umask took away.
+            os.chmod(path, _PRIVATE_DIRECTORY)
 
 
 def _create(path: str) -> None:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
     # Another first opener may make it just now; it is judged like any other.
     with suppress(FileExistsError):
-        os.close(os.open(path, flags, _PRIVATE_FILE))
+        descriptor = os.open(path, flags, _PRIVATE_FILE)
+        try:
+            if _POSIX:
+                # Whatever the umask took away.
+                os.fchmod(descriptor, _PRIVATE_FILE)
+        finally:
+            os.close(descriptor)
 
 
 def _tighten(path: str) -> None:
