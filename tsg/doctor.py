@@ -6,17 +6,18 @@ fills. No row is carried into Python, and no finding names a task.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, Final, NamedTuple, TypedDict
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from tsg import rules, schema
+from tsg import reconcile, rules, schema
+from tsg.engine import refusing, snapshot
 from tsg.errors import StateConflict
-from tsg.reconcile import Session
 from tsg.states import DeliveryStatus, TaskStatus
 from tsg.tables import task_events, tasks
 
@@ -28,7 +29,7 @@ class Report(TypedDict):
 
     Keys:
         healthy: nothing at all was found.
-        quick_check: ``ok``, or ``failed`` where the file itself is damaged.
+        quick_check: ``ok``, or ``failed`` where the file itself is damaged; ``unavailable`` on a server.
         schema_version: the number of the revision, 0 where there is none.
         schema_ok: the schema is exactly that of head. Where it is not, nothing else is counted.
         task_count, event_count, task_status_counts, delivery_status_counts: what is there.
@@ -59,6 +60,8 @@ class Report(TypedDict):
 
 Counts = dict[str, int]
 
+_REVISION: Final = re.compile(r"[0-9]{1,9}\Z")
+
 
 class Check(NamedTuple):
     """One question: a name, and a function from a connection to counts by heading of the report."""
@@ -79,34 +82,32 @@ FINDINGS: Final = (
 )
 
 
-def examine(target: Connection | Session) -> Report:
+def examine(target: Connection | reconcile.Session) -> Report:
     """Every check on the ledger that `target` is connected to, inside its transaction.
 
     Raises:
         Nothing for what is wrong with the ledger: that is what the report is for.
     """
-    if isinstance(target, Connection):
-        connection = target
-    else:
-        target.flush()
-        connection = target.connection()
+    connection = reconcile.connection_of(target)
     counts: Counts = {"doctor_error_count": 0}
-    with _unchecked(connection):
-        file_ok = _file_is_sound(connection)
+    with refusing(), snapshot(connection), _unchecked(connection):
+        file = _quick_check(connection)
         version, exact = _schema(connection)
         if not exact:
             counts["doctor_error_count"] = 1
         else:
             for check in CHECKS:
                 try:
-                    counts |= check.counts(connection)
+                    # On PostgreSQL a failed statement would take the caller's transaction with it.
+                    with nullcontext() if connection.dialect.name == "sqlite" else connection.begin_nested():
+                        counts |= check.counts(connection)
                 except sa.exc.DBAPIError:
                     # What could not be read is no proof of health; the report says so.
                     counts["doctor_error_count"] += 1
     found = {heading: counts.get(heading, 0) for heading in FINDINGS}
     return Report(
-        healthy=file_ok and exact and not any(found.values()),
-        quick_check="ok" if file_ok else "failed",
+        healthy=file != "failed" and exact and not any(found.values()),
+        quick_check=file,
         schema_version=version,
         schema_ok=exact,
         task_count=counts.get("task_count", 0),
@@ -126,7 +127,7 @@ def examine(target: Connection | Session) -> Report:
 def _schema(connection: Connection) -> tuple[int, bool]:
     try:
         revision = schema.state(connection).revision
-        version = int(revision) if revision is not None and revision.isdecimal() else 0
+        version = int(revision) if revision is not None and _REVISION.match(revision) else 0
         return version, schema.fault(connection) is None
     except (StateConflict, sa.exc.DBAPIError):
         return 0, False
@@ -146,14 +147,18 @@ def _unchecked(connection: Connection) -> Iterator[None]:
         connection.exec_driver_sql(f"PRAGMA ignore_check_constraints = {int(bool(before))}")
 
 
-def _file_is_sound(connection: Connection) -> bool:
+def _quick_check(connection: Connection) -> str:
+    if connection.dialect.name != "sqlite":
+        # A server's files are not ours to see.
+        return "unavailable"
     try:
         # Unbounded, so that findings about rows can't crowd out one about the file.
-        found = connection.execution_options(yield_per=1000).exec_driver_sql("PRAGMA quick_check(2147483647)")
+        found = connection.exec_driver_sql("PRAGMA quick_check(2147483647)", execution_options={"yield_per": 1000})
         with found:
-            return all(row[0] == "ok" or str(row[0]).startswith("NULL value in ") for row in found)
+            sound = all(row[0] == "ok" or str(row[0]).startswith("NULL value in ") for row in found)
     except sa.exc.DBAPIError:
-        return False
+        return "failed"
+    return "ok" if sound else "failed"
 
 
 # -- the checks ------------------------------------------------------------------------------------------
@@ -168,7 +173,11 @@ def _task_scan() -> sa.Select[*tuple[Any, ...]]:
     c = task.c
     older_than_parent = sa.and_(
         c.parent_id.is_not(None),
-        sa.exists().where(parent.c.id == c.parent_id, parent.c.created_at > c.created_at),
+        # A time that is none at all is held against its own row only.
+        rules.finite(c.created_at),
+        sa.exists().where(
+            parent.c.id == c.parent_id, parent.c.created_at > c.created_at, rules.finite(parent.c.created_at)
+        ),
     )
     # Every event that is the implied one of its number counts 1 and any other far too much, so that only the
     # exact chain, no event missing or added, comes out at the number that is expected.
@@ -220,55 +229,51 @@ def _orphans() -> sa.Select[*tuple[Any, ...]]:
     )
 
 
+@cache
+def _strays() -> sa.Select[*tuple[Any, ...]]:
+    return (
+        sa.select(sa.func.count())
+        .select_from(task_events)
+        .where(~sa.exists().where(tasks.c.pk == task_events.c.task_pk))
+    )
+
+
 def _count_orphans(connection: Connection) -> Counts:
     return {"orphan_count": connection.scalar(_orphans()) or 0}
 
 
 def _count_broken_references(connection: Connection) -> Counts:
+    if connection.dialect.name != "sqlite":
+        return {"foreign_key_error_count": sum(connection.scalar(query) or 0 for query in (_orphans(), _strays()))}
     checks = (f"SELECT count(*) FROM pragma_foreign_key_check('{table.name}')" for table in (tasks, task_events))
     return {"foreign_key_error_count": sum(connection.exec_driver_sql(check).scalar() or 0 for check in checks)}
 
 
-def _count_cycles(connection: Connection) -> Counts:
+@cache
+def _cycles() -> sa.Select[*tuple[Any, ...]]:
     """How many cycles the parents form.
 
-    A parent is created before its child, so its key is lower; a set of edges that all go down in a total order
-    has no cycle. Where an edge goes up, all that can be reached from it is taken, and every task in it jumps
-    1, 2, 4, … parents at once while it keeps the lowest key that it met: once that is more jumps than there
-    are tasks, each stands in a cycle (or fell off a root), and the lowest key names the cycle.
+    The highest key of a cycle is the parent of a lower one, which is not so in a ledger whose parents are created
+    before their children. From each parent that is, it goes up as long as it stays below where it began: what
+    comes back there is a cycle, counted at its highest key and nowhere else.
     """
-    task = tasks.alias("task")
-    parent = tasks.alias("parent")
-    edges = task.join(parent, parent.c.id == task.c.parent_id)
-    suspects = sa.select(task.c.pk).select_from(edges).where(task.c.parent_id.is_not(None), parent.c.pk >= task.c.pk)
-    reached = suspects.cte("reached", recursive=True)
-    reached = reached.union(
-        sa.select(parent.c.pk).select_from(
-            reached.join(task, task.c.pk == reached.c.pk).join(parent, parent.c.id == task.c.parent_id)
-        )
+    child, top, task, parent = (tasks.alias(name) for name in ("child", "top", "task", "parent"))
+    walk = (
+        sa.select(top.c.pk.label("start"), parent.c.pk.label("reached"))
+        .select_from(child.join(top, top.c.id == child.c.parent_id).join(parent, parent.c.id == top.c.parent_id))
+        .where(child.c.parent_id.is_not(None), top.c.pk >= child.c.pk, parent.c.pk <= top.c.pk)
+        .cte("walk", recursive=True)
     )
-    size = connection.scalar(sa.select(sa.func.count()).select_from(reached)) or 0
-    if not size:
-        return {"parent_cycle_count": 0}
-    jump = (
-        sa.select(task.c.pk, parent.c.pk.label("ahead"), sa.func.min(task.c.pk, parent.c.pk).label("lowest"))
-        .select_from(reached.join(task, task.c.pk == reached.c.pk).join(parent, parent.c.id == task.c.parent_id))
-        .cte("jump_0")
-        .prefix_with("MATERIALIZED")
+    walk = walk.union(
+        sa.select(walk.c.start, parent.c.pk)
+        .select_from(walk.join(task, task.c.pk == walk.c.reached).join(parent, parent.c.id == task.c.parent_id))
+        .where(walk.c.reached < walk.c.start, parent.c.pk <= walk.c.start)
     )
-    for step in range(size.bit_length()):
-        near, far = jump.alias("near"), jump.alias("far")
-        jump = (
-            sa.select(near.c.pk, far.c.ahead, sa.func.min(near.c.lowest, far.c.lowest).label("lowest"))
-            .select_from(near.join(far, far.c.pk == near.c.ahead))
-            .cte(f"jump_{step + 1}")
-            .prefix_with("MATERIALIZED")
-        )
-    ends, standing = jump.alias("ends"), jump.alias("standing")
-    cycles = sa.select(sa.func.count(standing.c.lowest.distinct())).select_from(
-        ends.join(standing, standing.c.pk == ends.c.ahead)
-    )
-    return {"parent_cycle_count": connection.scalar(cycles) or 0}
+    return sa.select(sa.func.count()).select_from(walk).where(walk.c.reached == walk.c.start)
+
+
+def _count_cycles(connection: Connection) -> Counts:
+    return {"parent_cycle_count": connection.execute(_cycles()).scalar_one()}
 
 
 CHECKS: Final = (

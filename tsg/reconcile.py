@@ -5,7 +5,8 @@ is carried into Python, so that a million cost no memory. Every write repeats th
 decided on, and what is reported is what was written.
 
 The functions here run inside the caller's transaction and never commit. For an exact report that must be one
-snapshot: any transaction on SQLite. :meth:`tsg.Ledger.reconcile` opens one of its own.
+snapshot: any on SQLite, one at REPEATABLE READ on PostgreSQL, where a concurrent writer may then make it fail
+(SQLSTATE 40001) and be tried again. :meth:`tsg.Ledger.reconcile` does all that by itself.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import Any, Final, NamedTuple, NotRequired, Protocol, TypedDict
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
+from sqlalchemy.schema import CreateTable, DropTable
 
 from tsg import rules, values
-from tsg.engine import refusing
+from tsg.engine import refusing, require_transaction, snapshot
 from tsg.errors import InvalidInput, StateConflict, TaskNotFound
 from tsg.states import Clock
 from tsg.tables import task_events, tasks
@@ -76,9 +78,14 @@ class ReconcilePolicy:
 class Session(Protocol):
     """What is asked of an ORM session; the ORM itself is not needed here."""
 
-    def connection(self) -> Connection: ...
-    def flush(self) -> None: ...
-    def expire_all(self) -> None: ...
+    def connection(self) -> Connection:
+        """The connection of its transaction."""
+
+    def flush(self) -> None:
+        """Send what is pending."""
+
+    def expire_all(self) -> None:
+        """Forget what was loaded."""
 
 
 def preview(
@@ -104,13 +111,14 @@ def preview(
         TaskNotFound: there is no such parent.
     """
     with refusing():
-        connection = _connection(target)
-        run = _Run.begin(connection, policy, now, clock, skip_conflicts=skip_conflicts, parent_id=parent_id)
-        stale = run.stale()
-        due = run.due()
-        if run.parameters["now"] <= run.parameters["due_before"]:
-            due = _Found(due.conflicts, due.required + stale.required, due.internal + stale.internal)
-        return run.report(stale, run.open_deliveries() + stale.actionable, due, applied=False)
+        connection = connection_of(target)
+        with snapshot(connection):
+            run = _Run.begin(connection, policy, now, clock, skip_conflicts=skip_conflicts, parent_id=parent_id)
+            stale = run.stale()
+            due = run.due()
+            if run.parameters["now"] <= run.parameters["due_before"]:
+                due = _Found(due.conflicts, due.required + stale.required, due.internal + stale.internal)
+            return run.report(stale, run.open_deliveries() + stale.actionable, due, applied=False)
 
 
 def apply(
@@ -131,7 +139,8 @@ def apply(
             asks for allows.
     """
     with refusing():
-        connection = _connection(target)
+        connection = connection_of(target)
+        require_transaction(connection)
         run = _Run.begin(connection, policy, now, clock, skip_conflicts=skip_conflicts, parent_id=parent_id)
         stale = run.stale()
         run.write("timeout", stale.actionable)
@@ -178,7 +187,7 @@ class _Run:
             raise InvalidInput("a policy must be a ReconcilePolicy")
         skip = values.flag(skip_conflicts, "skip_conflicts")
         parent = values.optional_id(parent_id)
-        statements = _statements(skip, parent is not None)
+        statements = _statements(skip, parent is not None, connection.dialect.name)
         parameters: dict[str, Any] = {} if parent is None else {"parent": parent}
         if parent is not None and connection.scalar(_PARENT, parameters) is None:
             raise TaskNotFound("there is no task with the parent's id")
@@ -205,9 +214,17 @@ class _Run:
     def write(self, kind: str, expected: int) -> None:
         if not expected:
             return
-        for statement in self.statements.writes[kind]:
-            if self.connection.execute(statement, self.parameters).rowcount != expected:
-                raise StateConflict("the ledger changed in the middle of the run; try again")
+        writes = self.statements.writes[kind]
+        if writes.set_aside is not None:
+            self.connection.execute(_ACTING_MADE[self.connection.dialect.name])
+            self.connection.execute(writes.set_aside, self.parameters)
+        for statement in (writes.events, writes.tasks):
+            # Unasked, not every driver tells how many rows an INSERT … SELECT made.
+            done = self.connection.execute(statement, self.parameters, execution_options={"preserve_rowcount": True})
+            if done.rowcount != expected:
+                raise StateConflict("the ledger changed in the middle of the run; try again", retriable=True)
+        if writes.set_aside is not None:
+            self.connection.execute(_ACTING_DROPPED[self.connection.dialect.name])
 
     def report(self, stale: _Found, examined: int, due: _Found, *, applied: bool) -> Report:
         report = Report(
@@ -241,21 +258,43 @@ class _Counts(NamedTuple):
     actionable: sa.Select[*tuple[Any, ...]]
 
 
+class _Writes(NamedTuple):
+    """What makes one kind of change: where rows are passed over, those acted on set aside first; then both tables."""
+
+    set_aside: sa.Insert | None
+    events: sa.Insert
+    tasks: sa.Update
+
+
 class _Statements(NamedTuple):
     active: sa.Select[*tuple[Any, ...]]
     open_deliveries: sa.Select[*tuple[Any, ...]]
     stale: _Counts
     due: _Counts
-    writes: dict[str, tuple[sa.Insert, sa.Update]]
+    writes: dict[str, _Writes]
 
 
 _PARENT: Final = sa.select(tasks.c.pk).where(tasks.c.id == sa.bindparam("parent"))
 _EVENT_COLUMNS: Final = ("task_pk", "number", "kind", "from_status", "to_status", "occurred_at", "code")
 
 
-@lru_cache(maxsize=4)
-def _statements(skip: bool, one_parent: bool) -> _Statements:
+#: The most that a version may be to be counted on; PostgreSQL's integer has no number beyond.
+_LAST_VERSION: Final = sa.literal_column("2147483640", sa.Integer())
+#: A table of the transaction's own, by database, in the schema that such tables have there.
+_ACTING: Final = {
+    dialect: sa.Table(
+        "tsg_acting", sa.MetaData(), sa.Column("pk", sa.BigInteger()), schema=schema, prefixes=["TEMPORARY"]
+    )
+    for dialect, schema in (("sqlite", "temp"), ("postgresql", "pg_temp"))
+}
+_ACTING_MADE: Final = {dialect: CreateTable(table) for dialect, table in _ACTING.items()}
+_ACTING_DROPPED: Final = {dialect: DropTable(table) for dialect, table in _ACTING.items()}
+
+
+@lru_cache(maxsize=8)
+def _statements(skip: bool, one_parent: bool, dialect: str) -> _Statements:
     c = tasks.c
+    acting = _ACTING[dialect]
     now: sa.BindParameter[float] = sa.bindparam("now", type_=sa.Double())
     stale_before: sa.BindParameter[float] = sa.bindparam("stale_before", type_=sa.Double())
     due_before: sa.BindParameter[float] = sa.bindparam("due_before", type_=sa.Double())
@@ -270,6 +309,7 @@ def _statements(skip: bool, one_parent: bool) -> _Statements:
     conflicts = {
         kind: sa.or_(
             sa.not_(rules.sound(c)),
+            c.version > _LAST_VERSION,
             *(time > now for time in times),
             sa.exists().where(task_events.c.task_pk == c.pk, task_events.c.number >= next_numbers[kind]),
         )
@@ -287,23 +327,20 @@ def _statements(skip: bool, one_parent: bool) -> _Statements:
         found = sa.select(sa.func.count().filter(conflict), *counted).select_from(tasks).where(condition)
         return _Counts(found, sa.select(*counted).select_from(tasks).where(condition, sa.not_(conflict)))
 
-    def write(
-        kind: str, condition: Any, event: tuple[Any, ...], changes: dict[str, Any]
-    ) -> tuple[sa.Insert, sa.Update]:
-        # Where no conflict was found, none can have come up since: the transaction has one snapshot. Where
-        # they are passed over, the event that was just written is what tells the rows that are acted on.
-        number, _, _, to_status, occurred_at, _ = event
-        acted_on = sa.exists().where(
-            task_events.c.task_pk == c.pk,
-            task_events.c.number == number,
-            task_events.c.to_status == to_status,
-            task_events.c.occurred_at == occurred_at,
-        )
-        source = sa.select(c.pk, *event).where(condition, *([sa.not_(conflicts[kind])] if skip else []))
-        return (
+    def write(kind: str, condition: Any, event: tuple[Any, ...], changes: dict[str, Any]) -> _Writes:
+        # Where no conflict was found, none can have come up since: the transaction has one snapshot. Where they
+        # are passed over, the rows that are acted on have to be remembered: no stored value tells them for sure.
+        set_aside = None
+        if skip:
+            chosen = sa.select(c.pk).where(condition, sa.not_(conflicts[kind]))
+            set_aside = sa.insert(acting).from_select(["pk"], chosen)
+            condition = c.pk.in_(sa.select(acting.c.pk))
+        source = sa.select(c.pk, *event).where(condition)
+        return _Writes(
+            set_aside,
             # In the order of the events' own key; as an expression, or SQLite would scan all tasks in that order.
             sa.insert(task_events).from_select(_EVENT_COLUMNS, source.order_by(c.pk + sa.literal_column("0"))),
-            sa.update(tasks).where(condition, *([acted_on] if skip else [])).values(**changes, version=c.version + 1),
+            sa.update(tasks).where(condition).values(**changes, version=c.version + 1),
         )
 
     code = sa.case((expired, rules.constant("deadline_exceeded")), else_=rules.constant("restart_stale"))
@@ -350,7 +387,8 @@ def _statements(skip: bool, one_parent: bool) -> _Statements:
     )
 
 
-def _connection(target: Connection | Session) -> Connection:
+def connection_of(target: Connection | Session) -> Connection:
+    """The connection of `target`, with all that a session holds sent to it."""
     if isinstance(target, Connection):
         return target
     target.flush()
