@@ -18,8 +18,10 @@ import sqlalchemy as sa
 from sqlalchemy import event as sa_event
 from sqlalchemy.engine import Connection
 from sqlalchemy.orm import DeclarativeBase, Mapped, Mapper, object_session, relationship, validates
+from sqlalchemy.orm.util import identity_key
 
 from tsg import states, values
+from tsg.engine import is_autocommit
 from tsg.errors import InvalidInput, StateConflict, TaskNotFound
 from tsg.states import Change, Clock, DeliveryStatus, Event, TaskStatus, Verb
 from tsg.tables import metadata, task_events, tasks
@@ -31,6 +33,9 @@ class Base(DeclarativeBase):
     """The declarative base of the ledger's models, with a ``MetaData`` of its own."""
 
     metadata = metadata
+
+
+_PLAIN = (str, int, float, bool, type(None), TaskStatus, DeliveryStatus)
 
 
 class _Recorded:
@@ -46,13 +51,20 @@ class _Recorded:
         finally:
             self._open_to_writing = before
 
+    def _refuse_removal(self, is_remove: bool) -> None:
+        if is_remove and not self._open_to_writing:
+            raise StateConflict("this is recorded by the ledger and not to be deleted")
+
     def _keep(self, key: str, value: object) -> object:
         """Let a write of the row's own through, and one that changes nothing.
 
         Raises:
             StateConflict: it would change what is recorded.
         """
-        if not self._open_to_writing and value != getattr(self, key):
+        current = getattr(self, key)
+        # Only plain values are asked whether they are equal; another's word is not taken for it.
+        same = value is current or (type(value) in _PLAIN and value == current)
+        if not self._open_to_writing and not same:
             raise StateConflict("this is recorded by the ledger and not to be assigned")
         return value
 
@@ -121,8 +133,8 @@ class Task(_Recorded, Base):
         timeout = None if timeout_seconds is None else values.non_negative(timeout_seconds, "a timeout")
         if not values.flag(expects_heartbeat, "expects_heartbeat") and timeout is None:
             raise InvalidInput("a task that sends no heartbeat needs a timeout")
-        if parent is not None and parent_id is not None:
-            raise InvalidInput("give the parent or its id, not both")
+        if parent is not None and (parent_id is not None or not isinstance(parent, Task)):
+            raise InvalidInput("give a task as the parent, or its id, not both")
         with self._writing():
             self.id = str(uuid.uuid4()) if id is None else values.canonical_id(id)
             if parent is not None:
@@ -177,41 +189,45 @@ class Task(_Recorded, Base):
         """
         self._do(Verb.DELIVER, states.delivery_target(status), code, at=at)
 
-    @validates("status")
-    def _assign_status(self, key: str, value: object) -> object:
-        if not self._open_to_writing:
-            name = values.text(value)
-            if name == TaskStatus.RUNNING.value:
-                self.start()
-            elif name != TaskStatus.QUEUED.value:
-                self.close(value)
-            elif self.status != TaskStatus.QUEUED:
-                raise StateConflict("no task goes back to queued; create a new one for a retry")
-            return self.status
-        return value
+    @validates("status", include_removes=True)
+    def _assign_status(self, key: str, value: object, is_remove: bool) -> object:
+        if self._open_to_writing:
+            return value
+        self._refuse_removal(is_remove)
+        name = values.text(value)
+        if name == TaskStatus.RUNNING.value:
+            self.start()
+        elif name != TaskStatus.QUEUED.value:
+            self.close(value)
+        elif self.status != TaskStatus.QUEUED:
+            raise StateConflict("no task goes back to queued; create a new one for a retry")
+        return self.status
 
-    @validates("delivery_status")
-    def _assign_delivery_status(self, key: str, value: object) -> object:
-        if not self._open_to_writing:
-            if values.text(value) != DeliveryStatus.PENDING.value:
-                self.deliver(value)
-            elif self.delivery_status != DeliveryStatus.PENDING:
-                raise StateConflict("no delivery goes back to pending")
-            return self.delivery_status
-        return value
+    @validates("delivery_status", include_removes=True)
+    def _assign_delivery_status(self, key: str, value: object, is_remove: bool) -> object:
+        if self._open_to_writing:
+            return value
+        self._refuse_removal(is_remove)
+        if values.text(value) != DeliveryStatus.PENDING.value:
+            self.deliver(value)
+        elif self.delivery_status != DeliveryStatus.PENDING:
+            raise StateConflict("no delivery goes back to pending")
+        return self.delivery_status
 
     @validates(
         *(column.name for column in tasks.c if column.name not in ("status", "delivery_status")),
         "parent",
-        "events",
         include_removes=True,
     )
     def _assign(self, key: str, value: object, is_remove: bool) -> object:
-        if key == "events" or is_remove:
-            if not self._open_to_writing:
-                raise StateConflict("events are recorded by the task's verbs")
-            return value
+        self._refuse_removal(is_remove)
         return self._keep(key, value)
+
+    @validates("events", include_removes=True)
+    def _assign_event(self, key: str, value: object, is_remove: bool) -> object:
+        if not self._open_to_writing:
+            raise StateConflict("events are recorded by the task's verbs")
+        return value
 
     def _do(
         self,
@@ -277,8 +293,9 @@ class TaskEvent(_Recorded, Base):
                 setattr(self, name, value)
             self.task = task
 
-    @validates(*(column.name for column in task_events.c), "task")
-    def _assign(self, key: str, value: object) -> object:
+    @validates(*(column.name for column in task_events.c), "task", include_removes=True)
+    def _assign(self, key: str, value: object, is_remove: bool) -> object:
+        self._refuse_removal(is_remove)
         if key == "task_pk" and self.task_pk is None:
             # The flush fills it in, once the task has its key.
             return value
@@ -287,13 +304,41 @@ class TaskEvent(_Recorded, Base):
 
 @sa_event.listens_for(Task, "before_insert")
 def _settle_task(mapper: Mapper[Task], connection: Connection, task: Task) -> None:
+    _refuse_autocommit(mapper, connection, task)
     if task.created_at is None:
         task._create(task._clock(None)())
-    if task.parent_id is not None:
-        parent = connection.execute(_PARENT_TIMES, {"id": task.parent_id}).first()
-        if parent is None:
+    if task.parent_id is None:
+        return
+    parent = _parent_in_session(task)
+    if parent is not None:
+        # What the session knows of it may not have reached the database yet.
+        if parent.created_at is None:
+            _settle_task(mapper, connection, parent)
+        states.require_not_before(
+            task.created_at, *(getattr(parent, column.name) for column in _PARENT_TIMES.selected_columns)
+        )
+    if parent is None or sa.inspect(parent).persistent:
+        stored = connection.execute(_PARENT_TIMES, {"id": task.parent_id}).first()
+        if stored is None:
             raise TaskNotFound("there is no task with the parent's id")
-        states.require_not_before(task.created_at, *parent)
+        states.require_not_before(task.created_at, *stored)
+
+
+@sa_event.listens_for(Task, "before_update")
+def _refuse_autocommit(mapper: Mapper[Task], connection: Connection, task: Task) -> None:
+    if is_autocommit(connection):
+        raise StateConflict("in AUTOCOMMIT a task and its event can't be kept together; use a transaction")
+
+
+def _parent_in_session(task: Task) -> Task | None:
+    session = object_session(task)
+    assert session is not None
+    if task.parent_id == task.id:
+        return None
+    known = session.identity_map.get(identity_key(Task, task.parent_id))
+    if isinstance(known, Task):
+        return known
+    return next((made for made in session.new if isinstance(made, Task) and made.id == task.parent_id), None)
 
 
 @sa_event.listens_for(TaskEvent, "before_insert")
