@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tsg import doctor as doctor
     from tsg import reconcile as reconcile
+    from tsg.aio import AsyncLedger as AsyncLedger
     from tsg.errors import InvalidInput as InvalidInput
     from tsg.errors import LedgerError as LedgerError
     from tsg.errors import SchemaOutdated as SchemaOutdated
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from tsg.values import payload_fingerprint as payload_fingerprint
 
 __all__ = [
+    "AsyncLedger",
     "Base",
     "DeliveryStatus",
     "InvalidInput",
@@ -58,6 +60,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "tsg.aio": ("AsyncLedger",),
     "tsg.errors": (
         "InvalidInput",
         "LedgerError",

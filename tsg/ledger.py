@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Final, TypedDict
+from typing import Any, Final, TypedDict, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
 
 from tsg import doctor, reconcile, rules, states, values
-from tsg.engine import for_writing, refusing, transaction
+from tsg.engine import READ_COMMITTED, REPEATABLE_READ, for_writing, reading, refusing, transaction
 from tsg.errors import InvalidInput, StateConflict, TaskNotFound
-from tsg.opening import file_at, open_as_it_is, open_engine, open_read_only, open_to_write
+from tsg.opening import Opened, open_as_it_is, open_engine, open_read_only, open_to_write, place_of
 from tsg.reconcile import ReconcilePolicy
 from tsg.records import TaskRecord, creation
-from tsg.states import Change, DeliveryStatus, TaskStatus, Verb
+from tsg.states import Change, Clock, DeliveryStatus, TaskStatus, Verb
 from tsg.tables import task_events, tasks
 
 __all__ = ["Ledger", "StorageInfo", "examine_file", "reconcile_restart"]
+
+
+_Answer = TypeVar("_Answer")
+
+#: How often a transaction is tried on PostgreSQL, whose writers can meet in ways that only one of them survives.
+_ATTEMPTS: Final = 5
+_SERVER_TIME: Final[sa.Select[Any]] = sa.select(
+    sa.cast(sa.func.extract("epoch", sa.func.clock_timestamp()), sa.Double())
+)
 
 
 class StorageInfo(TypedDict):
@@ -78,11 +86,28 @@ class Ledger:
         if isinstance(target, Engine):
             opened = open_engine(target)
         else:
-            file = file_at(target, allow_external_acl=allow_external_acl)
+            place = place_of(target, allow_external_acl=allow_external_acl)
             if read_only:
-                opened = open_read_only(file, busy_timeout_ms=busy, snapshot_limit=limit)
+                opened = open_read_only(place, busy_timeout_ms=busy, snapshot_limit=limit)
             else:
-                opened = open_to_write(file, busy_timeout_ms=busy, migrate=migrate, adopt=adopt)
+                opened = open_to_write(place, busy_timeout_ms=busy, migrate=migrate, adopt=adopt)
+        self._serve(opened, clock, read_only=read_only)
+
+    @classmethod
+    def over(cls, connection: Connection, clock: Clock = time.time, *, check: bool = True) -> Ledger:
+        """A ledger on one connection of the application's, which has no transaction yet.
+
+        Args:
+            check: whether to look at the schema first, as on an engine.
+
+        Raises:
+            SchemaOutdated, StateConflict: as :func:`tsg.opening.open_engine`.
+        """
+        ledger = cls.__new__(cls)
+        ledger._serve(open_engine(connection, check=check), clock, read_only=False)
+        return ledger
+
+    def _serve(self, opened: Opened, clock: Clock, *, read_only: bool) -> None:
         self._opened = opened
         self._clock = clock
         self._writer = None if read_only else for_writing(opened.engine)
@@ -110,8 +135,7 @@ class Ledger:
             StateConflict: the stored row breaks a rule.
         """
         identifier = values.canonical_id(task_id)
-        with self._reading() as connection:
-            return _found(connection, identifier).record
+        return self._read(lambda connection: _found(connection, identifier).record)
 
     def children_of(self, task_id: object) -> list[TaskRecord]:
         """The direct children of a task, by creation time and id.
@@ -120,10 +144,13 @@ class Ledger:
             InvalidInput, TaskNotFound, StateConflict: as :meth:`get_task`, of the task and of each child.
         """
         identifier = values.canonical_id(task_id)
-        with self._reading() as connection:
+
+        def children(connection: Connection) -> list[TaskRecord]:
             _found(connection, identifier)
             rows = connection.execute(_CHILDREN, {"parent": identifier}).all()
             return [_stored(row).record for row in rows]
+
+        return self._read(children)
 
     def doctor(self) -> doctor.Report:
         """The report of :func:`tsg.doctor.examine`.
@@ -132,17 +159,22 @@ class Ledger:
             StateConflict: the file can't be opened at all, or was replaced.
         """
         self._require_open()
-        with refusing(), transaction(self._opened.original) as connection:
+        with refusing(), reading(self._opened.original) as connection:
             return doctor.examine(connection)
 
     def storage_info(self) -> StorageInfo:
         """How the ledger is kept, as its connections find it."""
         self._require_open()
-        with refusing(), transaction(self._opened.engine) as connection:
-            mode, timeout, enforced = (
-                connection.exec_driver_sql(f"PRAGMA {name}").scalar()
-                for name in ("journal_mode", "busy_timeout", "foreign_keys")
-            )
+        with refusing(), reading(self._opened.engine) as connection:
+            if connection.dialect.name == "sqlite":
+                mode, timeout, enforced = (
+                    connection.exec_driver_sql(f"PRAGMA {name}").scalar()
+                    for name in ("journal_mode", "busy_timeout", "foreign_keys")
+                )
+            else:
+                # What a server keeps is its own business; only the wait for a lock is ours to set.
+                waits = sa.text("SELECT setting FROM pg_settings WHERE name = 'lock_timeout'")
+                mode, timeout, enforced = "unavailable", connection.scalar(waits), True
         return StorageInfo(
             journal_mode=str(mode),
             busy_timeout_ms=int(timeout or 0),
@@ -185,8 +217,9 @@ class Ledger:
             delivery_required=delivery_required,
             expects_heartbeat=expects_heartbeat,
         )
-        with self._writing() as connection:
-            now = values.clock_reading(self._clock)
+
+        def create(connection: Connection) -> TaskRecord:
+            now = values.clock_reading(self._clock_on(connection))
             record = replace(asked, created_at=now, updated_at=now, delivery_updated_at=now)
             existing = _find(connection, record.id)
             if existing is not None:
@@ -201,6 +234,8 @@ class Ledger:
             assert key is not None
             _record_event(connection, key[0], states.created(now))
             return record
+
+        return self._write(create)
 
     def start_task(self, task_id: object) -> TaskRecord:
         """Start a queued task; its deadline runs from now. A no-op on a running one.
@@ -258,10 +293,20 @@ class Ledger:
         See :func:`tsg.reconcile.apply` for the arguments and errors.
         """
         preview = values.flag(dry_run, "dry_run")
+        skip = values.flag(skip_conflicts, "skip_conflicts")
+        parent = values.optional_id(parent_id)
         policy = ReconcilePolicy(active_grace_seconds, delivery_grace_seconds)
-        scope, run = (self._reading, reconcile.preview) if preview else (self._writing, reconcile.apply)
-        with scope() as connection:
-            return run(connection, policy, clock=self._clock, skip_conflicts=skip_conflicts, parent_id=parent_id)
+
+        def run(connection: Connection) -> reconcile.Report:
+            return (reconcile.preview if preview else reconcile.apply)(
+                connection,
+                policy,
+                clock=self._clock_on(connection),
+                skip_conflicts=skip,
+                parent_id=parent,
+            )
+
+        return self._read(run) if preview else self._write(run, REPEATABLE_READ)
 
     # -- inside ----------------------------------------------------------------------------------------
 
@@ -269,32 +314,48 @@ class Ledger:
         self, task_id: object, verb: Verb, to: TaskStatus | DeliveryStatus | None = None, code: object = None
     ) -> TaskRecord:
         identifier = values.canonical_id(task_id)
-        with self._writing() as connection:
-            task = _found(connection, identifier)
-            change = states.transition(task.record, verb, self._clock, to=to, code=code)
+
+        def do(connection: Connection) -> TaskRecord:
+            task = _found(connection, identifier, to_write=True)
+            change = states.transition(task.record, verb, self._clock_on(connection), to=to, code=code)
             return task.record if change is None else _write(connection, task, change)
+
+        return self._write(do)
 
     def _require_open(self) -> None:
         if not self._close.alive:
             raise StateConflict("the ledger is closed")
         self._opened.verify()
 
-    @contextmanager
-    def _reading(self) -> Iterator[Connection]:
+    def _read(self, work: Callable[[Connection], _Answer]) -> _Answer:
+        """Do `work` in one snapshot."""
         self._require_open()
         fault = self._opened.fault
         if fault is not None:
             raise type(fault)(*fault.args)
-        with refusing(), transaction(self._opened.engine) as connection:
-            yield connection
+        with refusing(), reading(self._opened.engine) as connection:
+            return work(connection)
 
-    @contextmanager
-    def _writing(self) -> Iterator[Connection]:
+    def _write(self, work: Callable[[Connection], _Answer], isolation: str = READ_COMMITTED) -> _Answer:
+        """Do `work` in one transaction; again from the start where a server asks for that, but not for ever."""
         if self._writer is None:
             raise StateConflict("the ledger was opened read-only")
         self._require_open()
-        with refusing(), transaction(self._writer) as connection:
-            yield connection
+        attempts = _ATTEMPTS if self._writer.dialect.name == "postgresql" else 1
+        for attempt in range(1, attempts + 1):
+            try:
+                with refusing(), transaction(self._writer, isolation) as connection:
+                    return work(connection)
+            except StateConflict as error:
+                if not error.retriable or attempt == attempts:
+                    raise
+        raise AssertionError
+
+    def _clock_on(self, connection: Connection) -> Clock:
+        """The ledger's clock: on a server, where hosts disagree, the server's, unless one was given."""
+        if self._clock is not time.time or connection.dialect.name != "postgresql":
+            return self._clock
+        return lambda: connection.execute(_SERVER_TIME).scalar_one()
 
 
 def examine_file(target: object, *, allow_external_acl: bool = False) -> doctor.Report:
@@ -304,9 +365,9 @@ def examine_file(target: object, *, allow_external_acl: bool = False) -> doctor.
         InvalidInput: no file there, or one that is not the caller's own.
         StateConflict: it can't be opened at all.
     """
-    opened = open_as_it_is(file_at(target, allow_external_acl=allow_external_acl))
+    opened = open_as_it_is(place_of(target, allow_external_acl=allow_external_acl))
     try:
-        with refusing(), transaction(opened.engine) as connection:
+        with refusing(), reading(opened.engine) as connection:
             return doctor.examine(connection)
     finally:
         opened.close()
@@ -337,6 +398,8 @@ _FIELDS: Final = tuple(TaskRecord.__dataclass_fields__)
 # The rules are asked of the database with the row, so that they are written once.
 _TASK: Final = sa.select(tasks.c.pk, rules.sound(tasks.c).label("is_sound"), *(tasks.c[name] for name in _FIELDS))
 _BY_ID: Final = _TASK.where(tasks.c.id == sa.bindparam("id"))
+# A row's lock on PostgreSQL, before the clock is read; SQLite has the write lock already, and leaves it out.
+_BY_ID_LOCKED: Final = _BY_ID.with_for_update()
 _CHILDREN: Final = _TASK.where(tasks.c.parent_id == sa.bindparam("parent")).order_by(tasks.c.created_at, tasks.c.id)
 _INSERT: Final = sa.insert(tasks)
 _INSERT_EVENT: Final = sa.insert(task_events)
@@ -356,13 +419,13 @@ def _update(columns: tuple[str, ...]) -> sa.Update:
     )
 
 
-def _find(connection: Connection, identifier: str) -> _Stored | None:
-    row = connection.execute(_BY_ID, {"id": identifier}).first()
+def _find(connection: Connection, identifier: str, *, to_write: bool = False) -> _Stored | None:
+    row = connection.execute(_BY_ID_LOCKED if to_write else _BY_ID, {"id": identifier}).first()
     return None if row is None else _stored(row)
 
 
-def _found(connection: Connection, identifier: str) -> _Stored:
-    task = _find(connection, identifier)
+def _found(connection: Connection, identifier: str, *, to_write: bool = False) -> _Stored:
+    task = _find(connection, identifier, to_write=to_write)
     if task is None:
         raise TaskNotFound("there is no task with this id")
     return task
@@ -388,7 +451,7 @@ def _write(connection: Connection, task: _Stored, change: Change) -> TaskRecord:
         },
     )
     if written.rowcount != 1:
-        raise StateConflict("another writer changed the task at the same moment; read it again")
+        raise StateConflict("another writer changed the task at the same moment; read it again", retriable=True)
     if change.event is not None:
         _record_event(connection, task.key, change.event)
     return replace(seen, version=seen.version + 1, **change.values)  # type: ignore[arg-type]

@@ -1,0 +1,95 @@
+"""The ledger for ``asyncio``: the same methods, awaited, over an application's ``AsyncEngine``.
+
+Every operation is written once, in :mod:`tsg.ledger`; here it is carried over by ``run_sync``, one hop an
+operation. What comes back are plain values.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from sqlalchemy.engine import Connection
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from tsg import doctor, reconcile
+from tsg.engine import refusing
+from tsg.errors import InvalidInput
+from tsg.ledger import Ledger, StorageInfo
+from tsg.records import TaskRecord
+
+__all__ = ["AsyncLedger"]
+
+_Answer = TypeVar("_Answer")
+
+
+class AsyncLedger:
+    """A ledger in an application's database, for ``asyncio``.
+
+    Args:
+        engine: the application's own; nothing of it is changed.
+        clock: as for :class:`tsg.Ledger`; it is called, not awaited.
+
+    Methods have the arguments and errors of those of :class:`tsg.Ledger`. That the schema is at head is looked at
+    by the first of them: :exc:`SchemaOutdated` names the command.
+    """
+
+    def __init__(self, engine: AsyncEngine, *, clock: Callable[[], float] = time.time) -> None:
+        if not isinstance(engine, AsyncEngine):
+            raise InvalidInput("an AsyncLedger needs an AsyncEngine")
+        if not callable(clock):
+            raise InvalidInput("a clock must be callable")
+        self._engine = engine
+        self._clock = clock
+        self._known_to_be_at_head = False
+
+    async def create_task(self, **arguments: Any) -> TaskRecord:
+        """As :meth:`tsg.Ledger.create_task`."""
+        return await self._run(lambda ledger: ledger.create_task(**arguments))
+
+    async def get_task(self, task_id: object) -> TaskRecord:
+        """As :meth:`tsg.Ledger.get_task`."""
+        return await self._run(lambda ledger: ledger.get_task(task_id))
+
+    async def children_of(self, task_id: object) -> list[TaskRecord]:
+        """As :meth:`tsg.Ledger.children_of`."""
+        return await self._run(lambda ledger: ledger.children_of(task_id))
+
+    async def start_task(self, task_id: object) -> TaskRecord:
+        """As :meth:`tsg.Ledger.start_task`."""
+        return await self._run(lambda ledger: ledger.start_task(task_id))
+
+    async def heartbeat(self, task_id: object) -> TaskRecord:
+        """As :meth:`tsg.Ledger.heartbeat`."""
+        return await self._run(lambda ledger: ledger.heartbeat(task_id))
+
+    async def close_task(self, task_id: object, status: object, *, code: object = None) -> TaskRecord:
+        """As :meth:`tsg.Ledger.close_task`."""
+        return await self._run(lambda ledger: ledger.close_task(task_id, status, code=code))
+
+    async def set_delivery(self, task_id: object, status: object, *, code: object = None) -> TaskRecord:
+        """As :meth:`tsg.Ledger.set_delivery`."""
+        return await self._run(lambda ledger: ledger.set_delivery(task_id, status, code=code))
+
+    async def reconcile(self, **arguments: Any) -> reconcile.Report:
+        """As :meth:`tsg.Ledger.reconcile`."""
+        return await self._run(lambda ledger: ledger.reconcile(**arguments))
+
+    async def doctor(self) -> doctor.Report:
+        """As :meth:`tsg.Ledger.doctor`."""
+        return await self._run(Ledger.doctor)
+
+    async def storage_info(self) -> StorageInfo:
+        """As :meth:`tsg.Ledger.storage_info`."""
+        return await self._run(Ledger.storage_info)
+
+    async def _run(self, work: Callable[[Ledger], _Answer]) -> _Answer:
+        def on(connection: Connection) -> _Answer:
+            ledger = Ledger.over(connection, self._clock, check=not self._known_to_be_at_head)
+            self._known_to_be_at_head = True
+            return work(ledger)
+
+        with refusing():
+            async with self._engine.connect() as connection:
+                return await connection.run_sync(on)
