@@ -7,8 +7,10 @@ PYTEST_ARGS ?= -n auto
 
 .PHONY: demo test test-all test-lowest lint bench dist clean
 
+# With DB=postgresql+psycopg://… in a schema of its own there, which it makes and drops.
 demo: $(VENV)/.runtime
-	@$(BIN)/tsg demo
+	@$(if $(findstring postgresql,$(DB)),$(PIP) install --editable ".[postgresql]")
+	@$(BIN)/tsg $(if $(DB),--db "$(DB)") demo
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -30,7 +32,7 @@ test-lowest:
 	@[ -e $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --upgrade "pip>=25.1"
 	@sed -nE 's/^ *"(sqlalchemy|alembic|click)>=([0-9.]+)",$$/\1==\2/p' pyproject.toml > $(VENV)/lowest.txt
-	$(PIP) install --editable . --group test --constraint $(VENV)/lowest.txt
+	$(PIP) install --editable ".[postgresql,async,asyncpg]" --group test --constraint $(VENV)/lowest.txt
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.lint
@@ -64,7 +66,7 @@ $(VENV)/.runtime: pyproject.toml hatch_build.py | $(BIN)/python
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.runtime
-	$(PIP) install --editable . --group test
+	$(PIP) install --editable ".[postgresql,async,asyncpg]" --group test
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.runtime

@@ -19,7 +19,10 @@ import click
 import tsg
 from tsg.errors import InvalidInput, LedgerError
 
-__all__ = ["answer", "app", "main"]
+__all__ = ["Answer", "answer", "app", "main"]
+
+#: A line for stdout, and the exit status.
+Answer = tuple[str, int]
 
 #: Where each command lives; its module is imported when it is called.
 COMMANDS: Mapping[str, str] = {
@@ -62,11 +65,9 @@ def app(ctx: click.Context, db: str | None, allow_external_acl: bool) -> None:
     ctx.obj = {"target": db, "allow_external_acl": allow_external_acl}
 
 
-def answer(fields: Mapping[str, object], status: int = 0) -> NoReturn:
-    """Print one compact line of JSON, its keys sorted, and leave."""
-    line = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    click.echo(line)
-    raise click.exceptions.Exit(status)
+def answer(fields: Mapping[str, object], status: int = 0) -> Answer:
+    """What a command returns: one compact line of JSON, its keys sorted, and the exit status."""
+    return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False), status
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -74,31 +75,39 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     # A library that logs without being asked would write to stderr; nobody has asked here.
     logging.getLogger().addHandler(logging.NullHandler())
     try:
-        status = _run(arguments)
-        sys.stdout.flush()
+        line, status = _run(arguments)
+        if line:
+            click.echo(line)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except OSError:
         # Nobody reads the answer, or it finds no room. The interpreter must not try once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         status = 2
+    except (KeyboardInterrupt, click.Abort):
+        # As a shell tells an interrupt.
+        status = 130
     sys.exit(status)
 
 
-def _run(arguments: Sequence[str] | None) -> int:
+def _run(arguments: Sequence[str] | None) -> Answer:
     try:
-        left = app.main(arguments, prog_name="tsg", standalone_mode=False, windows_expand_args=False)
-        return left if isinstance(left, int) else 0
+        returned = app.main(arguments, prog_name="tsg", standalone_mode=False, windows_expand_args=False)
     except click.exceptions.Exit as left_early:
-        return left_early.exit_code
+        return "", left_early.exit_code
     except click.ClickException:
-        return _refuse(InvalidInput.__name__, 2)
+        return _refusal(InvalidInput.__name__), 2
     except LedgerError as error:
-        return _refuse(type(error).__name__, 2)
+        return _refusal(type(error).__name__), 2
     except (OSError, KeyboardInterrupt, click.Abort):
         raise
+    except SystemExit as left:
+        # Click's own way out where a pipe is closed while it prints help.
+        return "", 2 if left.code == 1 else int(left.code or 0)
     except Exception:
-        return _refuse("InternalError", 3)
+        return _refusal("InternalError"), 3
+    return returned if isinstance(returned, tuple) else ("", int(returned or 0))
 
 
-def _refuse(name: str, status: int) -> int:
-    click.echo(json.dumps({"error": name, "ok": False}, sort_keys=True, separators=(",", ":")))
-    return status
+def _refusal(name: str) -> str:
+    return answer({"error": name, "ok": False})[0]

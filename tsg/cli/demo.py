@@ -5,11 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
+from sqlalchemy.engine import URL
+from sqlalchemy.schema import CreateSchema, DropSchema
 
+from tsg.engine import make_postgresql_engine, refusing
 from tsg.ledger import Ledger
+from tsg.opening import place_of
 
 __all__ = ["demo"]
 
@@ -18,11 +26,14 @@ _KILLED_AT = 1_750_000_000.0
 
 
 @click.command()
-def demo() -> None:
-    """Show the main job on a temporary ledger; nothing of yours is read."""
-    with tempfile.TemporaryDirectory(prefix="tsg-demo-") as folder:
-        path = Path(folder, "ledger.sqlite")
-        _leave_behind(path)
+@click.pass_obj
+def demo(place: dict[str, Any]) -> None:
+    """Show the main job on a temporary ledger; nothing of yours is read.
+
+    With --db and a PostgreSQL URL the ledger is in a schema of its own there, made for it and dropped.
+    """
+    with _somewhere(place) as target:
+        _leave_behind(target)
         _say("A service was killed. It left one task queued, one running past its deadline, and two that")
         _say("ended without anybody knowing whether their result arrived (one of them internal).")
         for title, command in (
@@ -33,19 +44,43 @@ def demo() -> None:
         ):
             _say(f"\n# {title}\n$ tsg --db LEDGER {' '.join(command)}")
             ran = subprocess.run(
-                [sys.executable, "-m", "tsg", "--db", str(path), *command],
+                [sys.executable, "-P", "-m", "tsg", "--db", target, *command],
                 stdout=subprocess.PIPE,
                 text=True,
                 check=False,
             )
             _say(ran.stdout.rstrip("\n"))
             if ran.returncode != 0:
-                raise click.exceptions.Exit(ran.returncode)
+                click.get_current_context().exit(ran.returncode)
 
 
-def _leave_behind(path: Path) -> None:
+@contextmanager
+def _somewhere(place: dict[str, Any]) -> Iterator[str]:
+    """A place for a ledger that is gone afterwards."""
+    named = place["target"]
+    url = place_of(**place) if named is not None and named.startswith("postgresql") else None
+    if not isinstance(url, URL):
+        with tempfile.TemporaryDirectory(prefix="tsg-demo-") as folder:
+            yield str(Path(folder, "ledger.sqlite"))
+        return
+    schema = f"tsg_demo_{uuid.uuid4().hex}"
+    engine = make_postgresql_engine(url, busy_timeout_ms=5000)
+    try:
+        with refusing(), engine.begin() as connection:
+            connection.execute(CreateSchema(schema))
+        try:
+            inside = url.update_query_dict({"options": f"-csearch_path={schema}"})
+            yield inside.render_as_string(hide_password=False)
+        finally:
+            with refusing(), engine.begin() as connection:
+                connection.execute(DropSchema(schema, cascade=True))
+    finally:
+        engine.dispose()
+
+
+def _leave_behind(target: str) -> None:
     now = _KILLED_AT
-    with Ledger(path, clock=lambda: now) as ledger:
+    with Ledger(target, clock=lambda: now) as ledger:
         ledger.create_task()
         late = ledger.create_task(timeout_seconds=30)
         ledger.start_task(late.id)

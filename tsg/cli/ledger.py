@@ -8,10 +8,10 @@ import click
 
 from tsg import ledger as ledgers
 from tsg import records, states, values
-from tsg.cli import answer
+from tsg.cli import Answer, answer
 from tsg.errors import InvalidInput, TaskNotFound
 from tsg.ledger import Ledger
-from tsg.opening import file_at
+from tsg.opening import is_there, place_of
 from tsg.reconcile import ReconcilePolicy
 
 __all__ = ["close", "create", "delivery", "doctor", "heartbeat", "init", "reconcile", "start"]
@@ -25,18 +25,18 @@ def _existing(place: dict[str, Any], **options: Any) -> Ledger:
     Raises:
         InvalidInput: nothing is there, and nothing is made.
     """
-    if not file_at(**place).exists:
+    if not is_there(place_of(**place)):
         raise InvalidInput("there is no ledger at this path; tsg init makes one")
     return Ledger(**place, **options)
 
 
 @click.command()
 @click.pass_obj
-def init(place: dict[str, Any]) -> None:
+def init(place: dict[str, Any]) -> Answer:
     """Make a ledger, or bring an older one to the current schema."""
     with Ledger(**place) as ledger:
         storage = ledger.storage_info()
-    answer({"ok": True, "storage": storage})
+    return answer({"ok": True, "storage": storage})
 
 
 @click.command()
@@ -55,7 +55,7 @@ def create(
     timeout_seconds: str | None,
     internal: bool,
     no_heartbeat: bool,
-) -> None:
+) -> Answer:
     """Record a queued task."""
     asked: dict[str, Any] = {
         "task_id": task_id,
@@ -66,33 +66,33 @@ def create(
         "expects_heartbeat": not no_heartbeat,
     }
     # Before the ledger, which this may make, is touched.
-    if records.creation(**asked).parent_id is not None and not file_at(**place).exists:
+    if records.creation(**asked).parent_id is not None and not is_there(place_of(**place)):
         raise TaskNotFound("there is no task with the parent's id, since there is no ledger")
     with Ledger(**place) as ledger:
         task = ledger.create_task(**asked)
-    answer({"ok": True, "task": task.to_dict()})
+    return answer({"ok": True, "task": task.to_dict()})
 
 
 @click.command()
 @click.argument("task_id", metavar="UUID")
 @click.pass_obj
-def start(place: dict[str, Any], task_id: str) -> None:
+def start(place: dict[str, Any], task_id: str) -> Answer:
     """Start a queued task; its deadline runs from now."""
     identifier = values.canonical_id(task_id)
     with _existing(place) as ledger:
         task = ledger.start_task(identifier)
-    answer({"ok": True, "task": task.to_dict()})
+    return answer({"ok": True, "task": task.to_dict()})
 
 
 @click.command()
 @click.argument("task_id", metavar="UUID")
 @click.pass_obj
-def heartbeat(place: dict[str, Any], task_id: str) -> None:
+def heartbeat(place: dict[str, Any], task_id: str) -> Answer:
     """Vouch for a running task."""
     identifier = values.canonical_id(task_id)
     with _existing(place) as ledger:
         task = ledger.heartbeat(identifier)
-    answer({"ok": True, "task": task.to_dict()})
+    return answer({"ok": True, "task": task.to_dict()})
 
 
 @click.command()
@@ -100,12 +100,12 @@ def heartbeat(place: dict[str, Any], task_id: str) -> None:
 @click.option("--status", required=True, metavar="STATUS", help="succeeded, failed, timed_out or cancelled.")
 @click.option("--code", metavar="REASON", help="A registered reason that fits the status.")
 @click.pass_obj
-def close(place: dict[str, Any], task_id: str, status: str, code: str | None) -> None:
+def close(place: dict[str, Any], task_id: str, status: str, code: str | None) -> Answer:
     """End a task."""
     identifier, end = values.canonical_id(task_id), states.task_target(status)
     with _existing(place) as ledger:
         task = ledger.close_task(identifier, end, code=code)
-    answer({"ok": True, "task": task.to_dict()})
+    return answer({"ok": True, "task": task.to_dict()})
 
 
 @click.command()
@@ -113,20 +113,41 @@ def close(place: dict[str, Any], task_id: str, status: str, code: str | None) ->
 @click.option("--status", required=True, metavar="STATUS", help="delivered, failed or not_applicable.")
 @click.option("--code", metavar="REASON", help="A registered reason that fits the status.")
 @click.pass_obj
-def delivery(place: dict[str, Any], task_id: str, status: str, code: str | None) -> None:
+def delivery(place: dict[str, Any], task_id: str, status: str, code: str | None) -> Answer:
     """Close the delivery of a task that has ended."""
     identifier, end = values.canonical_id(task_id), states.delivery_target(status)
     with _existing(place) as ledger:
         task = ledger.set_delivery(identifier, end, code=code)
-    answer({"ok": True, "task": task.to_dict()})
+    return answer({"ok": True, "task": task.to_dict()})
 
 
 @click.command()
-@click.option("--active-grace-seconds", default=_GRACE, type=click.UNPROCESSED, metavar="SECONDS", show_default=True)
-@click.option("--delivery-grace-seconds", default=_GRACE, type=click.UNPROCESSED, metavar="SECONDS", show_default=True)
+@click.option(
+    "--active-grace-seconds",
+    default=_GRACE,
+    type=click.UNPROCESSED,
+    metavar="SECONDS",
+    show_default=True,
+    help="How long a running task may be silent.",
+)
+@click.option(
+    "--delivery-grace-seconds",
+    default=_GRACE,
+    type=click.UNPROCESSED,
+    metavar="SECONDS",
+    show_default=True,
+    help="How long a delivery may stay open once its task has ended.",
+)
 @click.option("--dry-run", is_flag=True, help="Report what would be closed; touch nothing.")
 @click.option("--skip-conflicts", is_flag=True, help="Pass over rows that can't be acted on, and count them.")
-@click.option("--snapshot-limit-mib", default=64, type=click.IntRange(0, 2**20), metavar="MIB", show_default=True)
+@click.option(
+    "--snapshot-limit-mib",
+    default=64,
+    type=click.IntRange(0, 2**20),
+    metavar="MIB",
+    show_default=True,
+    help="With --dry-run: the largest closed file that is read, from a private copy.",
+)
 @click.pass_obj
 def reconcile(
     place: dict[str, Any],
@@ -135,7 +156,7 @@ def reconcile(
     dry_run: bool,
     skip_conflicts: bool,
     snapshot_limit_mib: int,
-) -> None:
+) -> Answer:
     """Close what a restart left behind and nobody vouches for."""
     policy = ReconcilePolicy(active_grace_seconds, delivery_grace_seconds)
     with _existing(place, read_only=dry_run, snapshot_limit_mib=snapshot_limit_mib) as ledger:
@@ -145,12 +166,12 @@ def reconcile(
             dry_run=dry_run,
             skip_conflicts=skip_conflicts,
         )
-    answer({"ok": True, "reconcile": report})
+    return answer({"ok": True, "reconcile": report})
 
 
 @click.command()
 @click.pass_obj
-def doctor(place: dict[str, Any]) -> None:
+def doctor(place: dict[str, Any]) -> Answer:
     """Prove that the whole history is consistent, or count what is not."""
     report = ledgers.examine_file(**place)
-    answer({**report}, status=0 if report["healthy"] else 1)
+    return answer({**report}, status=0 if report["healthy"] else 1)

@@ -9,8 +9,9 @@ import click
 from sqlalchemy.engine import Connection
 
 from tsg import opening, schema
-from tsg.cli import answer
-from tsg.engine import refusing, transaction
+from tsg.cli import Answer, answer
+from tsg.engine import reading, refusing
+from tsg.errors import InvalidInput
 
 _Seen = TypeVar("_Seen")
 
@@ -20,47 +21,48 @@ __all__ = ["check", "current", "downgrade", "upgrade"]
 @click.command()
 @click.argument("revision", default="head")
 @click.pass_obj
-def upgrade(place: dict[str, Any], revision: str) -> None:
+def upgrade(place: dict[str, Any], revision: str) -> Answer:
     """Bring the schema to REVISION (head by default); adopt a file of the published package."""
     destination = schema.revision_named(revision)
-    with opening.migration(opening.file_at(**place)) as connection:
+    with opening.migration(opening.place_of(**place)) as connection:
         report = schema.upgrade(connection, destination)
-    answer({"ok": True, "schema": report.to_dict()})
+    return answer({"ok": True, "schema": report.to_dict()})
 
 
 @click.command()
 @click.argument("revision")
 @click.pass_obj
-def downgrade(place: dict[str, Any], revision: str) -> None:
+def downgrade(place: dict[str, Any], revision: str) -> Answer:
     """Take the schema back to REVISION (base: none)."""
     destination = schema.revision_named(revision, downgrade=True)
-    file = opening.file_at(**place)
-    file.judge()
-    with opening.migration(file) as connection:
+    there = opening.place_of(**place)
+    if not opening.is_there(there):
+        raise InvalidInput("there is no ledger at this place; tsg init makes one")
+    with opening.migration(there) as connection:
         report = schema.downgrade(connection, destination)
-    answer({"ok": True, "schema": report.to_dict()})
+    return answer({"ok": True, "schema": report.to_dict()})
 
 
 @click.command()
 @click.pass_obj
-def current(place: dict[str, Any]) -> None:
+def current(place: dict[str, Any]) -> Answer:
     """Say which revision the schema has."""
     report = _look(place, schema.current)
-    answer({"ok": True, "schema": report.to_dict()})
+    return answer({"ok": True, "schema": report.to_dict()})
 
 
 @click.command()
 @click.pass_obj
-def check(place: dict[str, Any]) -> None:
+def check(place: dict[str, Any]) -> Answer:
     """Exit 1 where the schema is behind or differs from what its revision says."""
     report, is_head = _look(place, schema.check)
-    answer({"ok": is_head, "schema": report.to_dict()}, status=0 if is_head else 1)
+    return answer({"ok": is_head, "schema": report.to_dict()}, status=0 if is_head else 1)
 
 
 def _look(place: dict[str, Any], look: Callable[[Connection], _Seen]) -> _Seen:
-    opened = opening.open_as_it_is(opening.file_at(**place))
+    opened = opening.open_as_it_is(opening.place_of(**place))
     try:
-        with refusing(), transaction(opened.engine) as connection:
+        with refusing(), reading(opened.engine) as connection:
             return look(connection)
     finally:
         opened.close()
