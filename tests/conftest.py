@@ -8,13 +8,17 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
-from tsg import Ledger
+from tests import postgresql
+from tsg import Ledger, upgrade
 
 DATA = Path(__file__).parent / "data"
 LEGACY = DATA / "legacy"
@@ -33,6 +37,74 @@ class FakeClock:
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    postgresql.start_for(config)
+
+
+@pytest.fixture(scope="session")
+def postgresql_server() -> sa.URL:
+    """A superuser's URL of a real server."""
+    url = os.environ.get(postgresql.URL_VARIABLE)
+    if url is None:
+        pytest.skip(f"{postgresql.SKIP_VARIABLE} is set")
+    return sa.make_url(url)
+
+
+@pytest.fixture(scope="session")
+def postgresql_template(postgresql_server: sa.URL) -> Iterator[str]:
+    """The name of a database that is at head, to be copied."""
+    name = f"tsg_template_{uuid.uuid4().hex}"
+    with database(postgresql_server, name) as url:
+        engine = sa.create_engine(url, poolclass=sa.NullPool)
+        upgrade(engine)
+        yield name
+
+
+@pytest.fixture
+def postgresql_url(postgresql_server: sa.URL, postgresql_template: str) -> Iterator[sa.URL]:
+    """A database of the test's own, at head."""
+    with database(postgresql_server, f"tsg_{uuid.uuid4().hex}", template=postgresql_template) as url:
+        yield url
+
+
+@pytest.fixture
+def empty_postgresql_url(postgresql_server: sa.URL) -> Iterator[sa.URL]:
+    """A database of the test's own, with nothing in it."""
+    with database(postgresql_server, f"tsg_{uuid.uuid4().hex}") as url:
+        yield url
+
+
+@contextmanager
+def database(server: sa.URL, name: str, template: str = "template1") -> Iterator[sa.URL]:
+    """A database on a PostgreSQL server, made and dropped."""
+    admin = sa.create_engine(server, isolation_level="AUTOCOMMIT", poolclass=sa.NullPool)
+    with admin.connect() as connection:
+        connection.exec_driver_sql(f"CREATE DATABASE {name} TEMPLATE {template}")
+    try:
+        yield server.set(database=name)
+    finally:
+        with admin.connect() as connection:
+            connection.exec_driver_sql(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def target(request: pytest.FixtureRequest) -> Path | sa.URL:
+    """Where a ledger may be, on either database: a path that is free, or the URL of a database at head."""
+    if request.param == "sqlite":
+        return request.getfixturevalue("path")
+    return request.getfixturevalue("postgresql_url")
+
+
+@pytest.fixture
+def host_engine(target: Path | sa.URL) -> Iterator[sa.Engine]:
+    """An application's own engine, on either database, at head."""
+    url = target if isinstance(target, sa.URL) else sa.URL.create("sqlite", database=str(target))
+    engine = sa.create_engine(url)
+    upgrade(engine)
+    yield engine
+    engine.dispose()
 
 
 @pytest.fixture
