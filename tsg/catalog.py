@@ -16,7 +16,7 @@ from sqlalchemy.engine import Connection
 
 from tsg.tables import VERSION_TABLE, tasks
 
-__all__ = ["digest", "namespace", "statements", "table_names"]
+__all__ = ["digest", "namespace", "quoted", "statements", "table_names"]
 
 #: Where our tables are, or would be made, on PostgreSQL.
 _NAMESPACE: Final = sa.text(
@@ -32,11 +32,11 @@ _POSTGRESQL_TABLES: Final = sa.text(
 _POSTGRESQL: Final = sa.text(
     r"""
     WITH ours AS (
-        SELECT c.oid, c.relname, c.relkind, c.relpersistence, c.relrowsecurity FROM pg_class c
+        SELECT c.oid, c.relname, c.relkind, c.relpersistence, c.relrowsecurity, c.relforcerowsecurity FROM pg_class c
         JOIN pg_namespace n ON n.oid = c.relnamespace
         WHERE n.nspname = :schema AND c.relname LIKE 'tsg\_%' AND c.relkind IN ('r', 'p', 'v', 'm', 'f')
     )
-    SELECT concat_ws(' ', 'table', relname, relkind, relpersistence, relrowsecurity) FROM ours
+    SELECT concat_ws(' ', 'table', relname, relkind, relpersistence, relrowsecurity, relforcerowsecurity) FROM ours
     UNION ALL
     SELECT concat_ws(' ', 'column', relname, attname, format_type(atttypid, atttypmod), attnotnull, attidentity,
         attgenerated, pg_get_expr(adbin, adrelid))
@@ -53,9 +53,18 @@ _POSTGRESQL: Final = sa.text(
     SELECT concat_ws(' ', 'trigger', relname, tgname, tgenabled, pg_get_triggerdef(t.oid))
     FROM ours JOIN pg_trigger t ON t.tgrelid = ours.oid WHERE NOT tgisinternal
     UNION ALL
+    SELECT concat_ws(' ', 'enforced', relname, conname, tgenabled, tgfoid::regproc)
+    FROM ours JOIN pg_constraint k ON k.conrelid = ours.oid JOIN pg_trigger t ON t.tgconstraint = k.oid
+    WHERE contype = 'f' AND tgisinternal
+    UNION ALL
     SELECT concat_ws(' ', 'rule', relname, rulename) FROM ours JOIN pg_rewrite r ON r.ev_class = ours.oid
     UNION ALL
-    SELECT concat_ws(' ', 'function', proname, prosrc) FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
+    SELECT concat_ws(' ', 'sequence', c.relname) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+    WHERE n.nspname = :schema AND c.relkind = 'S' AND c.relname LIKE 'tsg\_%'
+        AND NOT EXISTS (SELECT 1 FROM pg_depend d WHERE d.objid = c.oid AND d.deptype IN ('a', 'i'))
+    UNION ALL
+    SELECT concat_ws(' ', 'function', proname, prosecdef, proconfig::text, provolatile, prosrc)
+    FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
     WHERE n.nspname = :schema AND proname LIKE 'tsg\_%'
     """
 )
@@ -68,6 +77,11 @@ def namespace(connection: Connection) -> str:
         return translated
     names = {"version": VERSION_TABLE, "tasks": tasks.name}
     return str(connection.execute(_NAMESPACE, names).scalar_one())
+
+
+def quoted(name: str) -> str:
+    """A name as PostgreSQL reads it back, whatever is in it."""
+    return '"' + name.replace('"', '""') + '"'
 
 
 def table_names(connection: Connection) -> set[str]:
@@ -90,7 +104,8 @@ def statements(connection: Connection) -> Iterator[str]:
     else:
         schema = namespace(connection)
         # It is told or left out by whether the connection's search_path finds it.
-        qualified = re.compile(rf"(?<![\w\"])(?:{re.escape(schema)}|\"{re.escape(schema)}\")\.(?=\"?tsg_)")
+        names = "|".join(re.escape(name) for name in (schema, quoted(schema)))
+        qualified = re.compile(rf"(?<![\w\"])(?:{names})\.(?=\"?tsg_)")
         for (line,) in connection.execute(_POSTGRESQL, {"schema": schema}):
             yield qualified.sub("", line)
 

@@ -38,6 +38,7 @@ __all__ = [
     "may_migrate",
     "migration",
     "migrations_folder",
+    "record",
     "require_known",
     "require_references",
     "revision_named",
@@ -51,7 +52,7 @@ HEAD: Final = REVISIONS[-1]
 #: Of what makes up the schema at head, as each database words it: see :mod:`tsg.catalog`.
 _HEAD_SHA256: Final = {
     "sqlite": "539025df9e8fec358b048883eca326281c3bff7d91527cdf53d8f4af986b5641",
-    "postgresql": "8fcbfbf660454057a7c58931483566c7eb0c8ad37d8cc0299b0af0fa4d284208",
+    "postgresql": "90c217f567b371c0376a239f56d409c6019b3885ad49331ebe54a57058103c88",
 }
 #: What concurrent migrations of one PostgreSQL database wait for each other by: "tsg" in ASCII.
 _ADVISORY_LOCK: Final = 0x747367
@@ -272,6 +273,21 @@ def require_references(connection: Connection) -> None:
         raise StateConflict("a stored row refers to one that is not there; nothing was changed")
 
 
+def record(context: Any, revision: str | None) -> None:
+    """Keep the ledger's version where the ledger looks for it, when its revisions run in a host's one history.
+
+    Called at the end of each revision, with the one that is reached; Alembic itself keeps the host's own table.
+    """
+    if context.version_table == VERSION_TABLE:
+        return
+    if revision is None:
+        version_table.drop(context.bind)
+        return
+    version_table.create(context.bind, checkfirst=True)
+    context.bind.execute(sa.delete(version_table))
+    context.bind.execute(sa.insert(version_table).values(version_num=revision))
+
+
 def include_name(name: str | None, type_: str, parent_names: Any) -> bool:
     """For a host's ``env.py``: keeps its autogenerate away from the ledger's tables.
 
@@ -309,7 +325,7 @@ def _migrate(target: Engine | Connection, direction: str, revision: str) -> Repo
         if before.published or (goes > stands if direction == "upgrade" else goes < stands):
             try:
                 _run(target, direction, destination)
-            except sa.exc.IntegrityError:
+            except (sa.exc.IntegrityError, sa.exc.DataError):
                 raise StateConflict("a stored row can't be held by the schema; nothing was changed") from None
             require_references(target)
         return Report(before.published, state(target).revision, HEAD)
@@ -318,7 +334,7 @@ def _migrate(target: Engine | Connection, direction: str, revision: str) -> Repo
 @contextmanager
 def _locked(connection: Connection) -> Iterator[None]:
     """All or nothing inside the caller's transaction, and on PostgreSQL nobody else migrates meanwhile."""
-    require_transaction(connection)
+    require_transaction(connection, "IMMEDIATE")
     with connection.begin_nested():
         if connection.dialect.name != "postgresql":
             yield
@@ -326,7 +342,7 @@ def _locked(connection: Connection) -> Iterator[None]:
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK)))
         path = connection.scalar(sa.select(sa.func.current_setting("search_path")))
         # Unqualified names are those of the ledger's schema.
-        _search(connection, connection.dialect.identifier_preparer.quote(catalog.namespace(connection)))
+        _search(connection, catalog.quoted(catalog.namespace(connection)))
         # Where it raises, what was set is undone with the rest.
         yield
         _search(connection, path)
@@ -337,6 +353,7 @@ def _search(connection: Connection, path: str | None) -> None:
 
 
 def _run(connection: Connection, direction: str, revision: str) -> None:
+    from alembic import op
     from alembic.operations import Operations
     from alembic.runtime.migration import MigrationContext
     from alembic.script import ScriptDirectory
@@ -354,8 +371,14 @@ def _run(connection: Connection, direction: str, revision: str) -> None:
                 "fn": lambda revisions, _: steps(revision, revisions),
             },
         )
-        with Operations.context(context), context.begin_transaction():
-            context.run_migrations()
+        # Alembic forgets the operations of an outer run, a host's env.py, when those of an inner one end.
+        outer = getattr(op, "_proxy", None)
+        try:
+            with Operations.context(context), context.begin_transaction():
+                context.run_migrations()
+        finally:
+            if outer is not None:
+                outer._install_proxy()
 
 
 def _foreign_keys(driver: sqlite3.Connection, *, on: bool) -> bool:

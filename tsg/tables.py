@@ -31,6 +31,11 @@ VERSION_TABLE: Final = "tsg_alembic_version"
 _State = TypeVar("_State", TaskStatus, DeliveryStatus)
 
 
+def _short_text(length: int) -> sa.types.TypeEngine[str]:
+    """Text; on PostgreSQL without a length, since it would put casts into every rule, and other ones once dumped."""
+    return sa.String(length).with_variant(sa.Text(), "postgresql")
+
+
 class StateText(TypeDecorator[Any]):
     """A state as its text in the database and as its enum in Python."""
 
@@ -41,6 +46,10 @@ class StateText(TypeDecorator[Any]):
         super().__init__(16)
         self.states = states
         self._by_text: dict[str, Enum] = {state.value: state for state in states}
+
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
+        # As it is: adapted to a driver, a text would be a varchar again.
+        return sa.Text() if dialect.name == "postgresql" else sa.String(16)
 
     def process_bind_param(self, value: object, dialect: Dialect) -> str | None:
         return None if value is None else str(value)
@@ -93,6 +102,7 @@ metadata: Final = sa.MetaData(
     }
 )
 
+
 _Key = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 tasks: Final = sa.Table(
@@ -105,7 +115,7 @@ tasks: Final = sa.Table(
     sa.Column("delivery_status", StateText(DeliveryStatus), nullable=False),
     sa.Column("delivery_required", sa.Boolean(), nullable=False),
     sa.Column("expects_heartbeat", sa.Boolean(), nullable=False),
-    sa.Column("payload_hash", sa.String(64)),
+    sa.Column("payload_hash", _short_text(64)),
     sa.Column("timeout_seconds", sa.Double()),
     sa.Column("created_at", sa.Double(), nullable=False),
     sa.Column("started_at", sa.Double()),
@@ -113,8 +123,8 @@ tasks: Final = sa.Table(
     sa.Column("ended_at", sa.Double()),
     sa.Column("deadline_at", sa.Double()),
     sa.Column("delivery_updated_at", sa.Double(), nullable=False),
-    sa.Column("terminal_code", sa.String(32)),
-    sa.Column("delivery_code", sa.String(32)),
+    sa.Column("terminal_code", _short_text(32)),
+    sa.Column("delivery_code", _short_text(32)),
     sa.Column("version", sa.Integer(), nullable=False),
 )
 
@@ -123,11 +133,11 @@ task_events: Final = sa.Table(
     metadata,
     sa.Column("task_pk", _Key, sa.ForeignKey("tsg_tasks.pk", ondelete="CASCADE"), primary_key=True),
     sa.Column("number", sa.SmallInteger(), primary_key=True, autoincrement=False),
-    sa.Column("kind", sa.String(20), nullable=False),
-    sa.Column("from_status", sa.String(16)),
-    sa.Column("to_status", sa.String(16), nullable=False),
+    sa.Column("kind", _short_text(20), nullable=False),
+    sa.Column("from_status", _short_text(16)),
+    sa.Column("to_status", _short_text(16), nullable=False),
     sa.Column("occurred_at", sa.Double(), nullable=False),
-    sa.Column("code", sa.String(32)),
+    sa.Column("code", _short_text(32)),
     sqlite_with_rowid=False,
 )
 

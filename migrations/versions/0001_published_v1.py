@@ -10,12 +10,12 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-from tsg import published
+from tsg import published, schema
 from tsg.errors import StateConflict
 
 revision = "0001"
 down_revision = None
-branch_labels = None
+branch_labels = ("tsg",)
 depends_on = None
 
 
@@ -24,6 +24,7 @@ def upgrade() -> None:
     create_indexes()
     if published.is_present(op.get_bind()):
         published.move(op.get_bind())
+    schema.record(op.get_context(), revision)
 
 
 def downgrade() -> None:
@@ -31,6 +32,7 @@ def downgrade() -> None:
         raise StateConflict("this would delete the ledger's history; drop the tables by hand if that is meant")
     op.drop_table("tsg_task_events")
     op.drop_table("tsg_tasks")
+    schema.record(op.get_context(), down_revision)
 
 
 def create_tables() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from tsg import schema
 from tsg.errors import StateConflict
 
 revision = "0002"
@@ -48,7 +49,9 @@ def upgrade() -> None:
         unfit = sa.text(f"SELECT count(*) FROM {table} WHERE {also} AND {code} IS NOT NULL AND NOT ({fits})")
         if bind.scalar(unfit):
             raise StateConflict("a stored reason is not in the registry or does not fit its state")
+    schema.record(op.get_context(), revision)
 
 
 def downgrade() -> None:
     """Nothing to undo: the older schema allowed all that this one does."""
+    schema.record(op.get_context(), down_revision)

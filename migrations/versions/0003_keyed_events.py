@@ -13,6 +13,7 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from tsg import schema
 from tsg.errors import StateConflict
 
 revision = "0003"
@@ -287,6 +288,11 @@ ACTIVE = "status IN ('queued', 'running')"
 PENDING = "delivery_status = 'pending' AND status IN ('succeeded', 'failed', 'timed_out', 'cancelled')"
 
 
+REFERRED_TO_ON_POSTGRESQL = (
+    "SELECT count(*) FROM pg_constraint "
+    "WHERE confrelid IN ('tsg_tasks'\\:\\:regclass, 'tsg_task_events'\\:\\:regclass) "
+    "AND conrelid NOT IN ('tsg_tasks'\\:\\:regclass, 'tsg_task_events'\\:\\:regclass)"
+)
 REFERRED_TO = (
     "SELECT 1 FROM sqlite_master AS other, pragma_foreign_key_list(other.name) AS reference "
     "WHERE other.type = 'table' AND other.name NOT IN ('tsg_tasks', 'tsg_task_events') "
@@ -323,6 +329,7 @@ def upgrade() -> None:
         )
     drop_aside()
     create_indexes()
+    schema.record(op.get_context(), revision)
 
 
 def downgrade() -> None:
@@ -354,6 +361,7 @@ def downgrade() -> None:
     )
     drop_aside()
     older.create_indexes()
+    schema.record(op.get_context(), down_revision)
 
 
 def on_postgresql() -> bool:
@@ -369,6 +377,8 @@ def move_aside() -> None:
         if bind.exec_driver_sql("PRAGMA foreign_keys").scalar() and bind.exec_driver_sql(REFERRED_TO).first():
             raise StateConflict("other tables refer to the ledger's: upgrade on an engine, not in a transaction")
         bind.exec_driver_sql("PRAGMA legacy_alter_table = ON")
+    elif bind.scalar(sa.text(REFERRED_TO_ON_POSTGRESQL)):
+        raise StateConflict("other tables refer to the ledger's, which can't be rebuilt under them")
     for table in ("tsg_task_events", "tsg_tasks"):
         inspector = sa.inspect(bind)
         for index in inspector.get_indexes(table):
@@ -406,20 +416,23 @@ def checks(all_of_them: tuple[tuple[str, str, str], ...]) -> list[sa.CheckConstr
     ]
 
 
+def text(length: int) -> sa.types.TypeEngine[str]:
+    return sa.String(length).with_variant(sa.Text(), "postgresql")
+
+
 def create_tables() -> None:
     key = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
-    identity = sa.String(36).with_variant(sa.Uuid(), "postgresql")
     identity = sa.String(36).with_variant(sa.Uuid(), "postgresql")
     op.create_table(
         "tsg_tasks",
         sa.Column("pk", key, sa.Identity(), nullable=False),
         sa.Column("id", identity, nullable=False),
         sa.Column("parent_id", identity),
-        sa.Column("status", sa.String(16), nullable=False),
-        sa.Column("delivery_status", sa.String(16), nullable=False),
+        sa.Column("status", text(16), nullable=False),
+        sa.Column("delivery_status", text(16), nullable=False),
         sa.Column("delivery_required", sa.Boolean(), nullable=False),
         sa.Column("expects_heartbeat", sa.Boolean(), nullable=False),
-        sa.Column("payload_hash", sa.String(64)),
+        sa.Column("payload_hash", text(64)),
         sa.Column("timeout_seconds", sa.Double()),
         sa.Column("created_at", sa.Double(), nullable=False),
         sa.Column("started_at", sa.Double()),
@@ -427,8 +440,8 @@ def create_tables() -> None:
         sa.Column("ended_at", sa.Double()),
         sa.Column("deadline_at", sa.Double()),
         sa.Column("delivery_updated_at", sa.Double(), nullable=False),
-        sa.Column("terminal_code", sa.String(32)),
-        sa.Column("delivery_code", sa.String(32)),
+        sa.Column("terminal_code", text(32)),
+        sa.Column("delivery_code", text(32)),
         sa.Column("version", sa.Integer(), nullable=False),
         sa.PrimaryKeyConstraint("pk", name=op.f("pk_tsg_tasks")),
         sa.UniqueConstraint("id", name=op.f("uq_tsg_tasks_id")),
@@ -439,11 +452,11 @@ def create_tables() -> None:
         "tsg_task_events",
         sa.Column("task_pk", key, nullable=False),
         sa.Column("number", sa.SmallInteger(), nullable=False),
-        sa.Column("kind", sa.String(20), nullable=False),
-        sa.Column("from_status", sa.String(16)),
-        sa.Column("to_status", sa.String(16), nullable=False),
+        sa.Column("kind", text(20), nullable=False),
+        sa.Column("from_status", text(16)),
+        sa.Column("to_status", text(16), nullable=False),
         sa.Column("occurred_at", sa.Double(), nullable=False),
-        sa.Column("code", sa.String(32)),
+        sa.Column("code", text(32)),
         sa.PrimaryKeyConstraint("task_pk", "number", name=op.f("pk_tsg_task_events")),
         sa.ForeignKeyConstraint(
             ["task_pk"], ["tsg_tasks.pk"], name=op.f("fk_tsg_task_events_task_pk"), ondelete="CASCADE"

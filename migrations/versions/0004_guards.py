@@ -6,55 +6,16 @@ Revises: 0003
 
 from __future__ import annotations
 
+import sqlalchemy as sa
 from alembic import op
+
+from tsg import schema
 
 revision = "0004"
 down_revision = "0003"
 branch_labels = None
 depends_on = None
 
-# Of PostgreSQL; the triggers there call them.
-FUNCTIONS = (
-    (
-        "tsg_refuse",
-        (
-            "CREATE FUNCTION tsg_refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION USING "
-            "ERRCODE = 'integrity_constraint_violation', MESSAGE = TG_NAME; END $$"
-        ),
-    ),
-    (
-        "tsg_refuse_with_task",
-        (
-            "CREATE FUNCTION tsg_refuse_with_task() RETURNS trigger LANGUAGE plpgsql AS $$ DECLARE found boolean;"
-            " BEGIN EXECUTE format('SELECT EXISTS (SELECT 1 FROM %I.tsg_tasks WHERE pk = $1)', TG_TABLE_SCHEMA) "
-            "INTO found USING OLD.task_pk; IF found THEN RAISE EXCEPTION USING ERRCODE = "
-            "'integrity_constraint_violation', MESSAGE = TG_NAME; END IF; RETURN OLD; END $$"
-        ),
-    ),
-)
-
-# Each with its table, and its text on SQLite and on PostgreSQL.
-# Of PostgreSQL; the triggers there call them.
-FUNCTIONS = (
-    (
-        "tsg_refuse",
-        (
-            "CREATE FUNCTION tsg_refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION USING "
-            "ERRCODE = 'integrity_constraint_violation', MESSAGE = TG_NAME; END $$"
-        ),
-    ),
-    (
-        "tsg_refuse_with_task",
-        (
-            "CREATE FUNCTION tsg_refuse_with_task() RETURNS trigger LANGUAGE plpgsql AS $$ DECLARE found boolean;"
-            " BEGIN EXECUTE format('SELECT EXISTS (SELECT 1 FROM %I.tsg_tasks WHERE pk = $1)', TG_TABLE_SCHEMA) "
-            "INTO found USING OLD.task_pk; IF found THEN RAISE EXCEPTION USING ERRCODE = "
-            "'integrity_constraint_violation', MESSAGE = TG_NAME; END IF; RETURN OLD; END $$"
-        ),
-    ),
-)
-
-# Each with its table, and its text on SQLite and on PostgreSQL.
 # Of PostgreSQL; the triggers there call them.
 FUNCTIONS = (
     (
@@ -216,11 +177,12 @@ def upgrade() -> None:
     on_postgresql = bind.dialect.name == "postgresql"
     if on_postgresql:
         for _, function in FUNCTIONS:
-            bind.exec_driver_sql(function.replace("%", "%%"))
+            bind.execute(sa.text(function))
     for _, _, sqlite, postgresql in GUARDS:
         statement = postgresql if on_postgresql else sqlite
         if statement is not None:
             bind.exec_driver_sql(statement)
+    schema.record(op.get_context(), revision)
 
 
 def downgrade() -> None:
@@ -234,3 +196,4 @@ def downgrade() -> None:
     if on_postgresql:
         for name, _ in reversed(FUNCTIONS):
             op.execute(f"DROP FUNCTION {name}()")
+    schema.record(op.get_context(), down_revision)
