@@ -6,16 +6,17 @@ operation. What comes back are plain values.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from sqlalchemy.engine import Connection
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tsg import doctor, reconcile
 from tsg.engine import refusing
-from tsg.errors import InvalidInput
+from tsg.errors import InvalidInput, StateConflict
 from tsg.ledger import Ledger, StorageInfo
 from tsg.records import TaskRecord
 
@@ -44,9 +45,27 @@ class AsyncLedger:
         self._clock = clock
         self._known_to_be_at_head = False
 
-    async def create_task(self, **arguments: Any) -> TaskRecord:
+    async def create_task(
+        self,
+        *,
+        task_id: object = None,
+        parent_id: object = None,
+        payload_hash: object = None,
+        timeout_seconds: object = None,
+        delivery_required: bool = True,
+        expects_heartbeat: bool = True,
+    ) -> TaskRecord:
         """As :meth:`tsg.Ledger.create_task`."""
-        return await self._run(lambda ledger: ledger.create_task(**arguments))
+        return await self._run(
+            lambda ledger: ledger.create_task(
+                task_id=task_id,
+                parent_id=parent_id,
+                payload_hash=payload_hash,
+                timeout_seconds=timeout_seconds,
+                delivery_required=delivery_required,
+                expects_heartbeat=expects_heartbeat,
+            )
+        )
 
     async def get_task(self, task_id: object) -> TaskRecord:
         """As :meth:`tsg.Ledger.get_task`."""
@@ -72,9 +91,25 @@ class AsyncLedger:
         """As :meth:`tsg.Ledger.set_delivery`."""
         return await self._run(lambda ledger: ledger.set_delivery(task_id, status, code=code))
 
-    async def reconcile(self, **arguments: Any) -> reconcile.Report:
+    async def reconcile(
+        self,
+        *,
+        active_grace_seconds: float,
+        delivery_grace_seconds: float,
+        dry_run: bool = False,
+        skip_conflicts: bool = False,
+        parent_id: object = None,
+    ) -> reconcile.Report:
         """As :meth:`tsg.Ledger.reconcile`."""
-        return await self._run(lambda ledger: ledger.reconcile(**arguments))
+        return await self._run(
+            lambda ledger: ledger.reconcile(
+                active_grace_seconds=active_grace_seconds,
+                delivery_grace_seconds=delivery_grace_seconds,
+                dry_run=dry_run,
+                skip_conflicts=skip_conflicts,
+                parent_id=parent_id,
+            )
+        )
 
     async def doctor(self) -> doctor.Report:
         """As :meth:`tsg.Ledger.doctor`."""
@@ -85,11 +120,29 @@ class AsyncLedger:
         return await self._run(Ledger.storage_info)
 
     async def _run(self, work: Callable[[Ledger], _Answer]) -> _Answer:
+        # Cancelled in the middle, a driver may leave its transaction open, and its lock with it: what has begun is
+        # let come to its end, and only then is the cancellation passed on.
+        running = asyncio.ensure_future(self._do(work))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait([running])
+            raise
+
+    async def _do(self, work: Callable[[Ledger], _Answer]) -> _Answer:
         def on(connection: Connection) -> _Answer:
             ledger = Ledger.over(connection, self._clock, check=not self._known_to_be_at_head)
             self._known_to_be_at_head = True
             return work(ledger)
 
         with refusing():
-            async with self._engine.connect() as connection:
+            connection = self._engine.connect()
+            try:
+                await connection.start()
+            except OSError:
+                # Not every driver wraps what the operating system says.
+                raise StateConflict("the database can't be reached") from None
+            try:
                 return await connection.run_sync(on)
+            finally:
+                await connection.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, Final, NamedTuple, TypedDict
 
@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from tsg import reconcile, rules, schema
-from tsg.engine import refusing, snapshot
+from tsg.engine import is_autocommit, refusing, snapshot
 from tsg.errors import StateConflict
 from tsg.states import DeliveryStatus, TaskStatus
 from tsg.tables import task_events, tasks
@@ -88,7 +88,8 @@ def examine(target: Connection | reconcile.Session) -> Report:
     Raises:
         Nothing for what is wrong with the ledger: that is what the report is for.
     """
-    connection = reconcile.connection_of(target)
+    with refusing():
+        connection = reconcile.connection_of(target)
     counts: Counts = {"doctor_error_count": 0}
     with refusing(), snapshot(connection), _unchecked(connection):
         file = _quick_check(connection)
@@ -98,8 +99,7 @@ def examine(target: Connection | reconcile.Session) -> Report:
         else:
             for check in CHECKS:
                 try:
-                    # On PostgreSQL a failed statement would take the caller's transaction with it.
-                    with nullcontext() if connection.dialect.name == "sqlite" else connection.begin_nested():
+                    with _contained(connection):
                         counts |= check.counts(connection)
                 except sa.exc.DBAPIError:
                     # What could not be read is no proof of health; the report says so.
@@ -126,11 +126,18 @@ def examine(target: Connection | reconcile.Session) -> Report:
 
 def _schema(connection: Connection) -> tuple[int, bool]:
     try:
-        revision = schema.state(connection).revision
-        version = int(revision) if revision is not None and _REVISION.match(revision) else 0
-        return version, schema.fault(connection) is None
+        with _contained(connection):
+            revision = schema.state(connection).revision
+            version = int(revision) if revision is not None and _REVISION.match(revision) else 0
+            return version, schema.fault(connection) is None
     except (StateConflict, sa.exc.DBAPIError):
         return 0, False
+
+
+def _contained(connection: Connection) -> AbstractContextManager[object]:
+    """On PostgreSQL a failed statement would take the caller's transaction with it, if there is one."""
+    stands_alone = connection.dialect.name == "sqlite" or is_autocommit(connection)
+    return nullcontext() if stands_alone else connection.begin_nested()
 
 
 @contextmanager

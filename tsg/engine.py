@@ -38,9 +38,14 @@ __all__ = [
 
 #: The execution option that says how a transaction begins.
 BEGIN: Final = "tsg_begin"
+#: The one that tells an engine of ours.
+OWN: Final = "tsg_own"
 
 #: PostgreSQL's: serialization failure, deadlock, lock not available.
 _CONTENTION: Final = ("40001", "40P01", "55P03")
+
+#: Insufficient privilege, invalid schema name.
+_NOT_ALLOWED: Final = ("42501", "3F000")
 
 #: The isolation levels that are asked of PostgreSQL: for one transition, and for a report or a sweep.
 READ_COMMITTED: Final = "READ COMMITTED"
@@ -90,6 +95,7 @@ def make_engine(
         pool_size=1 if shared else 5,
         max_overflow=0 if shared else 10,
         hide_parameters=True,
+        execution_options={OWN: True},
     )
     event.listen(engine, "begin", _begin)
     _engines[engine] = idle = set()
@@ -137,10 +143,14 @@ def transaction(source: Engine | Connection, isolation: str = READ_COMMITTED) ->
 def begun(connection: Connection) -> Iterator[Connection]:
     """A transaction on `connection`. On SQLite it begins at once, IMMEDIATE on an engine :func:`for_writing`."""
     with connection.begin():
-        # Whether one is open is what the driver underneath knows, be it synchronous or not.
-        driver = connection.connection.driver_connection
-        if connection.dialect.name == "sqlite" and not getattr(driver, "in_transaction", True):
-            connection.exec_driver_sql(f"BEGIN {connection.get_execution_options().get(BEGIN, '')}")
+        if connection.dialect.name == "sqlite":
+            options = connection.get_execution_options()
+            mode = options.get(BEGIN, "")
+            if _is_begun(connection) and mode and not options.get(OWN):
+                # A host's own BEGIN, which takes no lock: to read and then write in it could fail at any moment.
+                connection.exec_driver_sql("ROLLBACK")
+            if not _is_begun(connection):
+                connection.exec_driver_sql(f"BEGIN {mode}")
         yield connection
 
 
@@ -155,7 +165,7 @@ def is_autocommit(connection: Connection) -> bool:
     return bool(getattr(inner, "autocommit", False))
 
 
-def require_transaction(connection: Connection) -> None:
+def require_transaction(connection: Connection, mode: str = "") -> None:
     """That what follows is one snapshot, and all or nothing: a transaction is open, or is opened.
 
     Raises:
@@ -165,7 +175,7 @@ def require_transaction(connection: Connection) -> None:
         raise StateConflict("in AUTOCOMMIT every statement stands alone; give a connection with a transaction")
     if connection.dialect.name == "sqlite" and not _is_begun(connection):
         # The driver would send it before the first write only.
-        connection.exec_driver_sql("BEGIN")
+        connection.exec_driver_sql(f"BEGIN {mode}")
 
 
 @contextmanager
@@ -186,6 +196,7 @@ def snapshot(connection: Connection) -> Iterator[None]:
 
 
 def _is_begun(connection: Connection) -> bool:
+    # What the driver underneath knows, be it synchronous or not.
     driver: Any = connection.connection.driver_connection
     return bool(driver.in_transaction)
 
@@ -200,6 +211,8 @@ def make_postgresql_engine(url: URL, *, busy_timeout_ms: int) -> Engine:
         engine = sa.create_engine(url, hide_parameters=True)
     except (ImportError, sa.exc.ArgumentError, sa.exc.NoSuchModuleError):
         raise InvalidInput("the driver that the URL names is not installed here") from None
+    if engine.dialect.is_async:
+        raise InvalidInput("name a synchronous driver here; an AsyncLedger takes the AsyncEngine")
 
     @event.listens_for(engine, "connect")
     def prepare(connection: DBAPIConnection, record: object) -> None:
@@ -232,6 +245,8 @@ def refusing() -> Iterator[None]:
     except (sa.exc.SQLAlchemyError, sqlite3.Error) as error:
         if isinstance(error, sa.exc.TimeoutError) or is_contention(error):
             raise StateConflict("others kept the ledger busy for too long; try again", retriable=True) from None
+        if getattr(getattr(error, "orig", None), "sqlstate", None) in _NOT_ALLOWED:
+            raise StateConflict("the database's role may not do this, or has no schema to do it in") from None
         raise StateConflict("the database can't be read or written; check the file and the disk") from None
 
 

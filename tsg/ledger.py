@@ -15,7 +15,7 @@ from sqlalchemy.engine import Connection, Engine
 from tsg import doctor, reconcile, rules, states, values
 from tsg.engine import READ_COMMITTED, REPEATABLE_READ, for_writing, reading, refusing, transaction
 from tsg.errors import InvalidInput, StateConflict, TaskNotFound
-from tsg.opening import Opened, open_as_it_is, open_engine, open_read_only, open_to_write, place_of
+from tsg.opening import Opened, is_there, open_as_it_is, open_engine, open_read_only, open_to_write, place_of
 from tsg.reconcile import ReconcilePolicy
 from tsg.records import TaskRecord, creation
 from tsg.states import Change, Clock, DeliveryStatus, TaskStatus, Verb
@@ -27,7 +27,8 @@ __all__ = ["Ledger", "StorageInfo", "examine_file", "reconcile_restart"]
 _Answer = TypeVar("_Answer")
 
 #: How often a transaction is tried on PostgreSQL, whose writers can meet in ways that only one of them survives.
-_ATTEMPTS: Final = 5
+_ATTEMPTS: Final = 8
+_PAUSE_SECONDS: Final = 0.02
 _SERVER_TIME: Final[sa.Select[Any]] = sa.select(
     sa.cast(sa.func.extract("epoch", sa.func.clock_timestamp()), sa.Double())
 )
@@ -230,7 +231,11 @@ class Ledger:
                 before = _found(connection, record.parent_id).record
                 times = (before.created_at, before.started_at, before.updated_at, before.ended_at)
                 states.require_not_before(now, *times, before.delivery_updated_at)
-            key = connection.execute(_INSERT, vars(record)).inserted_primary_key
+            try:
+                key = connection.execute(_INSERT, vars(record)).inserted_primary_key
+            except sa.exc.IntegrityError:
+                # On PostgreSQL another may have created it since it was looked for.
+                raise StateConflict("another writer created this task at the same moment", retriable=True) from None
             assert key is not None
             _record_event(connection, key[0], states.created(now))
             return record
@@ -349,6 +354,7 @@ class Ledger:
             except StateConflict as error:
                 if not error.retriable or attempt == attempts:
                     raise
+            time.sleep(_PAUSE_SECONDS * attempt)
         raise AssertionError
 
     def _clock_on(self, connection: Connection) -> Clock:
@@ -365,7 +371,10 @@ def examine_file(target: object, *, allow_external_acl: bool = False) -> doctor.
         InvalidInput: no file there, or one that is not the caller's own.
         StateConflict: it can't be opened at all.
     """
-    opened = open_as_it_is(place_of(target, allow_external_acl=allow_external_acl))
+    place = place_of(target, allow_external_acl=allow_external_acl)
+    if not is_there(place):
+        raise InvalidInput("there is no ledger at this place; tsg init makes one")
+    opened = open_as_it_is(place)
     try:
         with refusing(), reading(opened.engine) as connection:
             return doctor.examine(connection)

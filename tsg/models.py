@@ -116,7 +116,11 @@ class Task(_Recorded, Base):
 
     parent: Mapped[Task | None] = relationship(remote_side=[tasks.c.id])
     events: Mapped[list[TaskEvent]] = relationship(
-        back_populates="task", order_by=task_events.c.number, passive_deletes="all"
+        # Not merged: what a detached task has of its history is no news to the one that is stored.
+        back_populates="task",
+        order_by=task_events.c.number,
+        passive_deletes="all",
+        cascade="save-update",
     )
 
     def __init__(

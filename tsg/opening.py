@@ -16,10 +16,11 @@ from typing import Final
 import sqlalchemy as sa
 from sqlalchemy.engine import URL, Connection, Engine
 
-from tsg import schema, storage
+from tsg import catalog, schema, storage
 from tsg.engine import enable_wal, make_engine, make_postgresql_engine, reading, refusing, sqlite_driver
 from tsg.errors import InvalidInput, LedgerError, SchemaOutdated, StateConflict
 from tsg.storage import SNAPSHOT_LIMIT, LedgerFile
+from tsg.tables import VERSION_TABLE, metadata
 
 __all__ = [
     "Opened",
@@ -110,7 +111,7 @@ def is_there(place: Place) -> bool:
     opened = open_as_it_is(place)
     try:
         with refusing(), reading(opened.engine) as connection:
-            return schema.state(connection).revision is not None
+            return bool(catalog.table_names(connection) & {VERSION_TABLE, *metadata.tables})
     finally:
         opened.close()
 
@@ -246,7 +247,7 @@ def open_as_it_is(place: Place, *, busy_timeout_ms: int = BUSY_TIMEOUT_MS) -> Op
     """
     if isinstance(place, URL):
         engine = make_postgresql_engine(place, busy_timeout_ms=busy_timeout_ms)
-        return Opened(engine, engine, "server")
+        return Opened(engine, engine, "external_acl")
     file = place
     if not file.exists:
         raise InvalidInput("there is no ledger at this path; tsg init makes one")
@@ -291,7 +292,7 @@ def migration(place: Place) -> Iterator[Connection]:
 
 def _open_url(url: URL, busy_timeout_ms: int, *, migrate: bool, read_only: bool) -> Opened:
     engine = make_postgresql_engine(url, busy_timeout_ms=busy_timeout_ms)
-    opened = Opened(engine, engine, "server")
+    opened = Opened(engine, engine, "external_acl")
     try:
         with refusing():
             with reading(engine) as connection:

@@ -78,8 +78,8 @@ class ReconcilePolicy:
 class Session(Protocol):
     """What is asked of an ORM session; the ORM itself is not needed here."""
 
-    def connection(self) -> Connection:
-        """The connection of its transaction."""
+    def connection(self, bind_arguments: Any = None) -> Connection:
+        """The connection of its transaction, by what is asked of it."""
 
     def flush(self) -> None:
         """Send what is pending."""
@@ -142,6 +142,7 @@ def apply(
         connection = connection_of(target)
         require_transaction(connection)
         run = _Run.begin(connection, policy, now, clock, skip_conflicts=skip_conflicts, parent_id=parent_id)
+        run.lock()
         stale = run.stale()
         run.write("timeout", stale.actionable)
         examined = run.open_deliveries()
@@ -242,6 +243,12 @@ class _Run:
             report["conflicts_skipped"] = stale.conflicts + due.conflicts
         return report
 
+    def lock(self) -> None:
+        """On PostgreSQL: nobody else changes what is due meanwhile; who did so before makes this run start anew."""
+        if self.connection.dialect.name == "postgresql":
+            for statement in (self.statements.stale.locked, self.statements.due.locked):
+                self.connection.execute(statement, self.parameters)
+
     def _find(self, counts: _Counts) -> _Found:
         conflicts, total, required = self.connection.execute(counts.found, self.parameters).one()
         if conflicts:
@@ -252,10 +259,12 @@ class _Run:
 
 
 class _Counts(NamedTuple):
-    """How many rows are in conflict, are due, and of those required; and the last two without conflicts."""
+    """How many rows are in conflict, are due, and of those required; the last two without conflicts; and the same
+    rows locked."""
 
     found: sa.Select[*tuple[Any, ...]]
     actionable: sa.Select[*tuple[Any, ...]]
+    locked: sa.Select[*tuple[Any, ...]]
 
 
 class _Writes(NamedTuple):
@@ -325,7 +334,9 @@ def _statements(skip: bool, one_parent: bool, dialect: str) -> _Statements:
         counted = (sa.func.count(), sa.func.count().filter(required))
         # To look for a conflict is what costs: once a row.
         found = sa.select(sa.func.count().filter(conflict), *counted).select_from(tasks).where(condition)
-        return _Counts(found, sa.select(*counted).select_from(tasks).where(condition, sa.not_(conflict)))
+        actionable = sa.select(*counted).select_from(tasks).where(condition, sa.not_(conflict))
+        held = sa.select(c.pk).where(condition).with_for_update().subquery()
+        return _Counts(found, actionable, sa.select(sa.func.count()).select_from(held))
 
     def write(kind: str, condition: Any, event: tuple[Any, ...], changes: dict[str, Any]) -> _Writes:
         # Where no conflict was found, none can have come up since: the transaction has one snapshot. Where they
@@ -391,5 +402,8 @@ def connection_of(target: Connection | Session) -> Connection:
     """The connection of `target`, with all that a session holds sent to it."""
     if isinstance(target, Connection):
         return target
+    # Who passes a session has the ORM loaded; and a session may be bound by class.
+    from tsg.models import Task
+
     target.flush()
-    return target.connection()
+    return target.connection(bind_arguments={"mapper": Task})

@@ -55,7 +55,7 @@ class _Lazy(click.Group):
 
 @click.group(cls=_Lazy, no_args_is_help=False)
 @click.version_option(tsg.__version__, prog_name="tsg")
-@click.option("--db", metavar="PATH_OR_URL", help="The ledger: a file, or sqlite:///FILE.")
+@click.option("--db", metavar="PATH_OR_URL", help="The ledger: a file, or the URL of one or of a PostgreSQL database.")
 @click.option(
     "--allow-external-acl", is_flag=True, help="Without POSIX modes: the directory is private by other means."
 )

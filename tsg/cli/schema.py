@@ -35,10 +35,7 @@ def upgrade(place: dict[str, Any], revision: str) -> Answer:
 def downgrade(place: dict[str, Any], revision: str) -> Answer:
     """Take the schema back to REVISION (base: none)."""
     destination = schema.revision_named(revision, downgrade=True)
-    there = opening.place_of(**place)
-    if not opening.is_there(there):
-        raise InvalidInput("there is no ledger at this place; tsg init makes one")
-    with opening.migration(there) as connection:
+    with opening.migration(_existing(place)) as connection:
         report = schema.downgrade(connection, destination)
     return answer({"ok": True, "schema": report.to_dict()})
 
@@ -59,8 +56,15 @@ def check(place: dict[str, Any]) -> Answer:
     return answer({"ok": is_head, "schema": report.to_dict()}, status=0 if is_head else 1)
 
 
+def _existing(place: dict[str, Any]) -> opening.Place:
+    there = opening.place_of(**place)
+    if not opening.is_there(there):
+        raise InvalidInput("there is no ledger at this place; tsg init makes one")
+    return there
+
+
 def _look(place: dict[str, Any], look: Callable[[Connection], _Seen]) -> _Seen:
-    opened = opening.open_as_it_is(opening.place_of(**place))
+    opened = opening.open_as_it_is(_existing(place))
     try:
         with refusing(), reading(opened.engine) as connection:
             return look(connection)
