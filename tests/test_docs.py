@@ -37,15 +37,99 @@ def test_the_readme_diagram_has_exactly_the_transitions_of_both_machines() -> No
 
 
 def test_the_readme_python_runs(folder: Path) -> None:
-    (example,) = blocks("python")
+    example = blocks("python")[0]
     ran = subprocess.run([sys.executable, "-W", "error", "-c", example], cwd=folder, capture_output=True, text=True)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "0 0\n", "")
+
+
+FILES = {
+    "# application.py\n": "application.py",
+    "# migrations/env.py\n": "migrations/env.py",
+    "# one history: where the Config is made\n": "config.py",
+}
+ORDERS = """
+import sqlalchemy as sa
+from alembic import op
+
+revision, down_revision, branch_labels, depends_on = "a1", None, ("application",), {depends_on!r}
+
+
+def upgrade():
+    op.create_table(
+        "orders",
+        sa.Column("id", sa.Integer(), primary_key=True),
+        sa.Column("item", sa.String(), nullable=False),
+        sa.Column("state", sa.String(), nullable=False),
+        sa.Column(
+            "task_id",
+            sa.String(36).with_variant(sa.UUID(as_uuid=False), "postgresql"),
+            sa.ForeignKey("tsg_tasks.id"),
+            nullable=False,
+        ),
+    )
+
+
+def downgrade():
+    op.drop_table("orders")
+"""
+SAID = [
+    "0",
+    "it has succeeded already",
+    "a trigger keeps it as it is",
+    "another worker has it",
+    "in AUTOCOMMIT a task and its event could be parted",
+]
+
+
+@pytest.mark.parametrize("history", ["two histories", "one history"])
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+def test_the_chapter_for_applications_can_be_followed_step_by_step(
+    request: pytest.FixtureRequest, folder: Path, database: str, history: str
+) -> None:
+    chapter = README[README.index("## At home in your application") : README.index("## Measured")]
+    program = []
+    (folder / "migrations" / "versions").mkdir(parents=True)
+    for block in re.findall(r"```python\n(.*?)```", chapter, flags=re.DOTALL):
+        name = next((name for start, name in FILES.items() if block.startswith(start)), None)
+        if name is None:
+            program.append(block)
+        else:
+            (folder / name).write_text(block)
+    one = history == "one history"
+    if one:
+        environment = folder / "migrations" / "env.py"
+        environment.write_text(environment.read_text().replace("tsg.upgrade(engine)\n", ""))
+    (folder / "migrations" / "versions" / "a1.py").write_text(ORDERS.format(depends_on="0004" if one else None))
+    migrate = "from alembic import command\n" + (
+        "from config import config\ncommand.upgrade(config, 'heads')\n"
+        if one
+        else "from alembic.config import Config\nconfig = Config()\n"
+        "config.set_main_option('script_location', 'migrations')\nconfig.set_main_option('path_separator', 'os')\n"
+        "config.set_main_option('sqlalchemy.url', 'sqlite:///application.sqlite')\ncommand.upgrade(config, 'head')\n"
+    )
+    sources = {"migrate.py": migrate, "program.py": "".join(program)}
+    if database == "postgresql":
+        url = request.getfixturevalue("empty_postgresql_url").render_as_string(hide_password=False)
+        config = folder / "config.py"
+        config.write_text(config.read_text().replace("sqlite:///application.sqlite", url))
+        for source in ("sqlite+aiosqlite:///application.sqlite", "sqlite:///application.sqlite"):
+            sources = {name: text.replace(source, url) for name, text in sources.items()}
+    for name, source in sources.items():
+        (folder / name).write_text(source)
+        ran = subprocess.run([sys.executable, name], cwd=folder, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == SAID
 
 
 def test_the_readme_commands_run_in_their_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    commands = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("tsg ")]
+    commands = [
+        line
+        for block in blocks("sh")
+        for line in block.splitlines()
+        if line.startswith("tsg ") and "application" not in line
+    ]
     assert len(commands) >= 5
     for command in commands:
         ran = run(*shlex.split(command)[1:])

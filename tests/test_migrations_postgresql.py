@@ -15,10 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import pytest_alembic
+import pytest_alembic.tests
 import sqlalchemy as sa
 from alembic.config import Config
 from sqlalchemy.engine import Connection, Engine
@@ -571,29 +572,20 @@ def test_alembic_goes_up_and_down_and_finds_no_difference(engine: Engine, at: An
 # -- Alembic's rules for a history, as pytest-alembic has them --------------------------------------------
 
 
-@pytest.fixture
-def alembics_rules(request: pytest.FixtureRequest) -> ModuleType:
-    """Its tests as functions; as a plugin it does not get along with every pytest (``-p no:pytest_alembic``)."""
-    request.config.addinivalue_line("markers", "alembic: of pytest-alembic's own tests")
-    return pytest.importorskip("pytest_alembic.tests")
-
-
 @pytest.mark.parametrize("database", ["sqlite", "postgresql"])
 @pytest.mark.parametrize(
     "rule",
     ["test_single_head_revision", "test_upgrade", "test_model_definitions_match_ddl", "test_up_down_consistency"],
 )
 def test_the_history_follows_the_rules_of_pytest_alembic(
-    alembics_rules: ModuleType, request: pytest.FixtureRequest, database: str, rule: str
+    request: pytest.FixtureRequest, database: str, rule: str
 ) -> None:
-    import pytest_alembic
-
     place = "empty_postgresql_url" if database == "postgresql" else "path"
     where = request.getfixturevalue(place)
     with engine_on(where if isinstance(where, sa.URL) else sa.URL.create("sqlite", database=str(where))) as engine:
         config = pytest_alembic.Config(alembic_config=Config(str(INI)))
         with pytest_alembic.runner(config, engine) as runner:
-            getattr(alembics_rules, rule)(runner)
+            getattr(pytest_alembic.tests, rule)(runner)
         if rule != "test_single_head_revision":
             assert is_exact(engine)
 
