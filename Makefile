@@ -5,7 +5,12 @@ BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST_ARGS ?= -n auto
 
-.PHONY: demo test test-all test-lowest lint bench dist clean
+# What an interpreter or a library of another version could change; the rest is SQL, files and processes.
+PORTABLE = tests/test_values.py tests/test_states.py tests/test_ledger.py tests/test_models.py tests/test_engine.py \
+  tests/test_published.py tests/test_reconcile.py tests/test_aio.py tests/test_host_engines.py tests/test_public_surface.py \
+  tests/test_demo.py
+
+.PHONY: demo test test-all test-lowest test-portable portable lint bench dist clean
 
 # With DB=postgresql+psycopg://… in a schema of its own there, which it makes and drops.
 demo: $(VENV)/.runtime
@@ -13,7 +18,7 @@ demo: $(VENV)/.runtime
 	@$(BIN)/tsg $(if $(DB),--db "$(DB)") demo
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(TESTS)
 
 # The suite on every Python from 3.11 on that this machine has, each in an environment of its own.
 test-all:
@@ -22,9 +27,17 @@ test-all:
 	  [ -n "$$python" ] || python=$$(command -v python$$version || true); \
 	  if [ -n "$$python" ] && "$$python" -c 'import sqlite3' 2>/dev/null; then \
 	    echo "== Python $$version"; \
-	    $(MAKE) --no-print-directory test PYTHON="$$python" VENV=".venv-$$version" || exit 1; \
+	    $(MAKE) --no-print-directory test PYTHON="$$python" VENV=".venv-$$version" TESTS="$(TESTS)" || exit 1; \
 	  else echo "== Python $$version: not on this machine"; fi; \
 	done
+
+portable:
+	@echo $(PORTABLE)
+
+# That part of it on every Python here, and with the oldest libraries.
+test-portable:
+	@$(MAKE) --no-print-directory test-all TESTS="$(PORTABLE)"
+	@$(MAKE) --no-print-directory test-lowest TESTS="$(PORTABLE)"
 
 # The suite with the oldest versions that pyproject.toml allows.
 test-lowest: VENV = .venv-lowest
@@ -33,7 +46,7 @@ test-lowest:
 	$(PIP) install --upgrade "pip>=25.1"
 	@sed -nE 's/^ *"(sqlalchemy|alembic|click)>=([0-9.]+)",$$/\1==\2/p' pyproject.toml > $(VENV)/lowest.txt
 	$(PIP) install --editable ".[postgresql,async,asyncpg]" --group test --constraint $(VENV)/lowest.txt
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(TESTS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
