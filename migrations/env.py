@@ -34,7 +34,11 @@ def connections() -> AbstractContextManager[Connection]:
     if config.config_file_name is not None and getattr(config.cmd_opts, "cmd", None) is not None:
         # Only for the command itself: it would switch off the loggers of an application that calls us.
         fileConfig(config.config_file_name, disable_existing_loggers=False)
-    return opening.migration(opening.place_of(target))
+    place = opening.place_of(target)
+    command = getattr(config.cmd_opts, "cmd", None)
+    if command is not None and command[0].__name__ != "upgrade" and not opening.is_there(place):
+        raise CommandError("There is no ledger at this place; only upgrade makes one.")
+    return opening.migration(place)
 
 
 def run(connection: Connection) -> None:
@@ -48,7 +52,7 @@ def run(connection: Connection) -> None:
     )
     with context.begin_transaction():
         context.run_migrations()
-    schema.require_references(connection)
+    schema.verify(connection)
 
 
 if context.is_offline_mode():

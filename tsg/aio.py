@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from sqlalchemy.engine import Connection
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tsg import doctor, reconcile
 from tsg.engine import refusing
 from tsg.errors import InvalidInput, StateConflict
 from tsg.ledger import Ledger, StorageInfo
 from tsg.records import TaskRecord
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine
 
 __all__ = ["AsyncLedger"]
 
@@ -37,6 +39,10 @@ class AsyncLedger:
     """
 
     def __init__(self, engine: AsyncEngine, *, clock: Callable[[], float] = time.time) -> None:
+        try:
+            from sqlalchemy.ext.asyncio import AsyncEngine
+        except ImportError:
+            raise InvalidInput("asyncio needs more to be installed: tsg-ledger[async] or tsg-ledger[asyncpg]") from None
         if not isinstance(engine, AsyncEngine):
             raise InvalidInput("an AsyncLedger needs an AsyncEngine")
         if not callable(clock):

@@ -386,10 +386,10 @@ def reconcile_restart(ledger: Ledger, policy: ReconcilePolicy, *, dry_run: bool 
     """What a restart calls: :meth:`Ledger.reconcile` with a policy.
 
     Raises:
-        InvalidInput: `policy` is no :class:`ReconcilePolicy`.
+        InvalidInput: `ledger` is no :class:`Ledger`, or `policy` no :class:`ReconcilePolicy`.
     """
-    if not isinstance(policy, ReconcilePolicy):
-        raise InvalidInput("a policy must be a ReconcilePolicy")
+    if not isinstance(ledger, Ledger) or not isinstance(policy, ReconcilePolicy):
+        raise InvalidInput("a restart is reconciled on a Ledger, with a ReconcilePolicy")
     return ledger.reconcile(
         active_grace_seconds=policy.active_grace_seconds,
         delivery_grace_seconds=policy.delivery_grace_seconds,

@@ -40,10 +40,10 @@ __all__ = [
     "migrations_folder",
     "record",
     "require_known",
-    "require_references",
     "revision_named",
     "state",
     "upgrade",
+    "verify",
 ]
 
 REVISIONS: Final = ("0001", "0002", "0003", "0004")
@@ -246,7 +246,7 @@ def bring_to_head(engine: Engine, *, adopt: bool) -> None:
 @contextmanager
 def migration(engine: Engine) -> Iterator[Connection]:
     """A transaction in which the schema may move: with the write lock, and on a ledger's own file with foreign
-    keys off, so that rebuilding a table loses nothing; :func:`require_references` is for its end.
+    keys off, so that rebuilding a table loses nothing; :func:`verify` is for its end.
     """
     with for_writing(engine).connect() as connection:
         driver = sqlite_driver(connection)
@@ -263,12 +263,14 @@ def migration(engine: Engine) -> Iterator[Connection]:
             _foreign_keys(driver, on=enforced)
 
 
-def require_references(connection: Connection) -> None:
-    """That every reference to a row of ours, or from one, finds its row, enforced meanwhile or not.
+def verify(connection: Connection) -> None:
+    """What must hold at the end of a migration: every reference finds its row, and head is exactly head.
 
     Raises:
-        StateConflict: one doesn't.
+        StateConflict: something of our name was there before and is not ours, or a row refers to none.
     """
+    if state(connection).revision == HEAD and not is_exact(connection):
+        raise StateConflict("something in the database has a name of the ledger's, but not its shape")
     if connection.dialect.name == "sqlite" and connection.exec_driver_sql(_BROKEN_REFERENCES).first() is not None:
         raise StateConflict("a stored row refers to one that is not there; nothing was changed")
 
@@ -327,7 +329,7 @@ def _migrate(target: Engine | Connection, direction: str, revision: str) -> Repo
                 _run(target, direction, destination)
             except (sa.exc.IntegrityError, sa.exc.DataError):
                 raise StateConflict("a stored row can't be held by the schema; nothing was changed") from None
-            require_references(target)
+        verify(target)
         return Report(before.published, state(target).revision, HEAD)
 
 

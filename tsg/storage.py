@@ -241,8 +241,10 @@ def locate(target: object, *, allow_external_acl: bool = False) -> LedgerFile:
     if not _POSIX and not allow_external_acl:
         raise InvalidInput("this system has no file modes: make the directory private, then allow_external_acl")
     try:
-        directory, name = os.path.split(os.path.abspath(path))
-        return LedgerFile(os.path.join(os.path.realpath(directory), name), "posix_mode" if _POSIX else "external_acl")
+        directory, name = os.path.split(path)
+        # As the system would walk it: what stands before a ".." may be a link to elsewhere.
+        directory = os.path.realpath(directory or os.curdir)
+        return LedgerFile(os.path.join(directory, name), "posix_mode" if _POSIX else "external_acl")
     except (OSError, ValueError):
         raise InvalidInput("a ledger's path must name a local file") from None
 
