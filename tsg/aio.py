@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from sqlalchemy.engine import Connection
@@ -126,13 +127,20 @@ class AsyncLedger:
         return await self._run(Ledger.storage_info)
 
     async def _run(self, work: Callable[[Ledger], _Answer]) -> _Answer:
-        # Cancelled in the middle, a driver may leave its transaction open, and its lock with it: what has begun is
-        # let come to its end, and only then is the cancellation passed on.
+        if self._engine.dialect.name != "sqlite":
+            return await self._do(work)
+        # Cancelled in the middle, aiosqlite would leave its transaction open, and the file's lock with it: what has
+        # begun is let come to its end, which the busy timeout bounds, and only then is the cancellation passed on.
         running = asyncio.ensure_future(self._do(work))
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
-            await asyncio.wait([running])
+            while not running.done():
+                # However often it is cancelled.
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([running])
+            if not running.cancelled():
+                running.exception()
             raise
 
     async def _do(self, work: Callable[[Ledger], _Answer]) -> _Answer:
