@@ -511,7 +511,7 @@ def test_a_ledger_by_url_makes_its_tables_and_says_how_it_is_kept(
             "journal_mode": "unavailable",
             "busy_timeout_ms": 1234,
             "foreign_keys": True,
-            "permission_model": "server",
+            "permission_model": "external_acl",
         }
         task = ledger.create_task()
         assert task.created_at == 1_000.0
