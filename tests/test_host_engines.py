@@ -441,7 +441,7 @@ def test_a_new_ledger_is_made_in_the_first_schema_of_the_search_path(empty_postg
 CONVENTION = {
     "pk": "PRIMARY_%(table_name)s",
     "uq": "UNIQUE_%(table_name)s_%(column_0_name)s",
-    "fk": "FOREIGN_%(table_name)s_%(column_0_name)s",
+    "fk": "hosts_fk_%(table_name)s_%(column_0_name)s",
     "ck": "CHECK_%(table_name)s_%(constraint_name)s",
     "ix": "INDEX_%(table_name)s_%(column_0_name)s",
 }
@@ -462,7 +462,7 @@ def test_a_hosts_naming_convention_names_its_tables_and_not_ours(host_engine: sa
     NamingBase.metadata.create_all(host_engine)
     inspector = sa.inspect(host_engine)
     (key,) = inspector.get_foreign_keys("invoices")
-    assert (key["name"], key["referred_table"]) == ("FOREIGN_invoices_task_id", "tsg_tasks")
+    assert (key["name"], key["referred_table"]) == ("hosts_fk_invoices_task_id", "tsg_tasks")
     assert [index["name"] for index in inspector.get_indexes("invoices")] == ["INDEX_invoices_task_id"]
     assert inspector.get_pk_constraint("tsg_tasks")["name"] == "pk_tsg_tasks"
     use(host_engine, clock)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from sqlalchemy.engine import Connection
+from sqlalchemy.exc import SQLAlchemyError
 
 from tsg import doctor, reconcile
 from tsg.engine import refusing
@@ -153,8 +154,10 @@ class AsyncLedger:
             connection = self._engine.connect()
             try:
                 await connection.start()
-            except OSError:
-                # Not every driver wraps what the operating system says.
+            except SQLAlchemyError:
+                raise
+            except Exception:
+                # Not every driver, in every version, has what it says of a server wrapped.
                 raise StateConflict("the database can't be reached") from None
             try:
                 return await connection.run_sync(on)
