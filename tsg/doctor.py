@@ -7,8 +7,8 @@ fills. No row is carried into Python, and no finding names a task.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Final, NamedTuple, TypedDict
 
@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from tsg import reconcile, rules, schema
-from tsg.engine import is_autocommit, refusing, snapshot
+from tsg.engine import is_autocommit, refusing, snapshot, unchecked
 from tsg.errors import StateConflict
 from tsg.states import DeliveryStatus, TaskStatus
 from tsg.tables import task_events, tasks
@@ -91,7 +91,7 @@ def examine(target: Connection | reconcile.Session) -> Report:
     with refusing():
         connection = reconcile.connection_of(target)
     counts: Counts = {"doctor_error_count": 0}
-    with refusing(), snapshot(connection), _unchecked(connection):
+    with refusing(), snapshot(connection), unchecked(connection):
         file = _quick_check(connection)
         version, exact = _schema(connection)
         if not exact:
@@ -138,20 +138,6 @@ def _contained(connection: Connection) -> AbstractContextManager[object]:
     """On PostgreSQL a failed statement would take the caller's transaction with it, if there is one."""
     stands_alone = connection.dialect.name == "sqlite" or is_autocommit(connection)
     return nullcontext() if stands_alone else connection.begin_nested()
-
-
-@contextmanager
-def _unchecked(connection: Connection) -> Iterator[None]:
-    """Let SQLite's own check of the file pass over CHECK constraints: a broken rule is counted by its heading."""
-    if connection.dialect.name != "sqlite":
-        yield
-        return
-    before = connection.exec_driver_sql("PRAGMA ignore_check_constraints").scalar()
-    connection.exec_driver_sql("PRAGMA ignore_check_constraints = ON")
-    try:
-        yield
-    finally:
-        connection.exec_driver_sql(f"PRAGMA ignore_check_constraints = {int(bool(before))}")
 
 
 def _quick_check(connection: Connection) -> str:
@@ -206,9 +192,9 @@ def _task_scan() -> sa.Select[*tuple[Any, ...]]:
         count().label("task_count"),
         *by_status,
         *by_delivery,
-        count().filter(sa.not_(rules.sound(c, "state"))).label("state_inconsistency_count"),
+        count().filter(rules.broken(c, heading="state")).label("state_inconsistency_count"),
         count()
-        .filter(sa.or_(sa.not_(rules.sound(c, "timestamp")), older_than_parent))
+        .filter(sa.or_(rules.broken(c, heading="timestamp"), older_than_parent))
         .label("timestamp_inconsistency_count"),
         count().filter(chain.is_distinct_from(rules.expected_events(c))).label("event_inconsistency_count"),
     ).select_from(task)

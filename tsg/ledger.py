@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final, TypedDict, TypeVar
@@ -16,7 +17,7 @@ from tsg import doctor, reconcile, rules, states, values
 from tsg.engine import READ_COMMITTED, REPEATABLE_READ, for_writing, reading, refusing, transaction
 from tsg.errors import InvalidInput, StateConflict, TaskNotFound
 from tsg.opening import Opened, is_there, open_as_it_is, open_engine, open_read_only, open_to_write, place_of
-from tsg.reconcile import ReconcilePolicy
+from tsg.reconcile import Progress, ReconcilePolicy, Transactions
 from tsg.records import TaskRecord, creation
 from tsg.states import Change, Clock, DeliveryStatus, TaskStatus, Verb
 from tsg.tables import task_events, tasks
@@ -29,6 +30,8 @@ _Answer = TypeVar("_Answer")
 #: How often a transaction is tried on PostgreSQL, whose writers can meet in ways that only one of them survives.
 _ATTEMPTS: Final = 8
 _PAUSE_SECONDS: Final = 0.02
+#: Between batches on SQLite, whose waiting writers sleep for up to 0.1 s.
+_LEAST_PAUSE_SECONDS: Final = 0.02
 _SERVER_TIME: Final[sa.Select[Any]] = sa.select(
     sa.cast(sa.func.extract("epoch", sa.func.clock_timestamp()), sa.Double())
 )
@@ -292,26 +295,63 @@ class Ledger:
         dry_run: bool = False,
         skip_conflicts: bool = False,
         parent_id: object = None,
+        batch_size: int | None = None,
+        progress: Progress | None = None,
     ) -> reconcile.Report:
         """Close what nobody vouches for, or with `dry_run` report what would be closed.
 
-        See :func:`tsg.reconcile.apply` for the arguments and errors.
+        Args:
+            active_grace_seconds, delivery_grace_seconds: see :class:`ReconcilePolicy`.
+            dry_run: write nothing.
+            skip_conflicts: pass over rows that can't be acted on, and count them, instead of refusing.
+            parent_id: only the direct children of this task.
+            batch_size: the most tasks that one transaction changes, oldest first, all at one decision time and
+                with `skip_conflicts`; others can write in between. By default the whole is one transaction.
+            progress: called with how many tasks are done and how many there are.
+
+        Raises:
+            InvalidInput: a malformed argument.
+            StateConflict: as :func:`tsg.reconcile.apply`.
+            TaskNotFound: there is no such parent.
         """
         preview = values.flag(dry_run, "dry_run")
         skip = values.flag(skip_conflicts, "skip_conflicts")
         parent = values.optional_id(parent_id)
+        size = None if batch_size is None else values.at_least_one(batch_size, "batch_size")
         policy = ReconcilePolicy(active_grace_seconds, delivery_grace_seconds)
-
-        def run(connection: Connection) -> reconcile.Report:
-            return (reconcile.preview if preview else reconcile.apply)(
+        if preview:
+            return self._read(
+                lambda connection: reconcile.preview(
+                    connection,
+                    policy,
+                    clock=self._clock_on(connection),
+                    skip_conflicts=skip,
+                    parent_id=parent,
+                    batch_size=size,
+                )
+            )
+        if size is None:
+            return self._write(
+                lambda connection: reconcile.apply(
+                    connection,
+                    policy,
+                    clock=self._clock_on(connection),
+                    skip_conflicts=skip,
+                    parent_id=parent,
+                    progress=progress,
+                ),
+                REPEATABLE_READ,
+            )
+        with self._batches() as (connection, in_transaction):
+            return reconcile.apply_in_batches(
                 connection,
                 policy,
-                clock=self._clock_on(connection),
-                skip_conflicts=skip,
+                in_transaction,
+                batch_size=size,
                 parent_id=parent,
+                clock=self._clock_on(connection),
+                progress=progress,
             )
-
-        return self._read(run) if preview else self._write(run, REPEATABLE_READ)
 
     # -- inside ----------------------------------------------------------------------------------------
 
@@ -343,25 +383,53 @@ class Ledger:
 
     def _write(self, work: Callable[[Connection], _Answer], isolation: str = READ_COMMITTED) -> _Answer:
         """Do `work` in one transaction; again from the start where a server asks for that, but not for ever."""
+        return _attempt(self._writable(), work, isolation)
+
+    @contextmanager
+    def _batches(self) -> Iterator[tuple[Connection, Transactions]]:
+        """One connection, and what does work in a transaction of its own on it, and lets others write in between."""
+        writer = self._writable()
+        free_at = 0.0
+
+        def in_transaction(work: Callable[[], _Answer], /) -> _Answer:
+            nonlocal free_at
+            time.sleep(max(0.0, free_at - time.monotonic()))
+            started = time.monotonic()
+            try:
+                return _attempt(connection, lambda _: work(), REPEATABLE_READ)
+            finally:
+                if connection.dialect.name == "sqlite":
+                    # Who waits for SQLite's one write lock looks for it now and then only.
+                    ended = time.monotonic()
+                    free_at = ended + max(_LEAST_PAUSE_SECONDS, ended - started)
+
+        with refusing(), nullcontext(writer) if isinstance(writer, Connection) else writer.connect() as connection:
+            yield connection, in_transaction
+
+    def _writable(self) -> Engine | Connection:
         if self._writer is None:
             raise StateConflict("the ledger was opened read-only")
         self._require_open()
-        attempts = _ATTEMPTS if self._writer.dialect.name == "postgresql" else 1
-        for attempt in range(1, attempts + 1):
-            try:
-                with refusing(), transaction(self._writer, isolation) as connection:
-                    return work(connection)
-            except StateConflict as error:
-                if not error.retriable or attempt == attempts:
-                    raise
-            time.sleep(_PAUSE_SECONDS * attempt)
-        raise AssertionError
+        return self._writer
 
     def _clock_on(self, connection: Connection) -> Clock:
         """The ledger's clock: on a server, where hosts disagree, the server's, unless one was given."""
         if self._clock is not time.time or connection.dialect.name != "postgresql":
             return self._clock
         return lambda: connection.execute(_SERVER_TIME).scalar_one()
+
+
+def _attempt(source: Engine | Connection, work: Callable[[Connection], _Answer], isolation: str) -> _Answer:
+    attempts = _ATTEMPTS if source.dialect.name == "postgresql" else 1
+    for attempt in range(1, attempts + 1):
+        try:
+            with refusing(), transaction(source, isolation) as connection:
+                return work(connection)
+        except StateConflict as error:
+            if not error.retriable or attempt == attempts:
+                raise
+        time.sleep(_PAUSE_SECONDS * attempt)
+    raise AssertionError
 
 
 def examine_file(target: object, *, allow_external_acl: bool = False) -> doctor.Report:

@@ -12,21 +12,25 @@ snapshot: any on SQLite, one at REPEATABLE READ on PostgreSQL, where a concurren
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Final, NamedTuple, NotRequired, Protocol, TypedDict
+from functools import partial
+from typing import Any, Final, NamedTuple, NotRequired, Protocol, TypedDict, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
-from sqlalchemy.schema import CreateTable, DropTable
 
-from tsg import rules, values
-from tsg.engine import refusing, require_transaction, snapshot
+from tsg import sweep, values
+from tsg.engine import refusing, require_transaction, snapshot, unchecked
 from tsg.errors import InvalidInput, StateConflict, TaskNotFound
 from tsg.states import Clock
-from tsg.tables import task_events, tasks
+from tsg.tables import tasks
 
-__all__ = ["ReconcilePolicy", "Report", "apply", "preview"]
+__all__ = ["Progress", "ReconcilePolicy", "Report", "apply", "apply_in_batches", "preview"]
+
+#: Told how many of how many tasks are done.
+Progress = Callable[[int, int], None]
+_Answer = TypeVar("_Answer")
 
 
 class Report(TypedDict):
@@ -40,7 +44,8 @@ class Report(TypedDict):
         pending_delivery_examined: ended tasks with their delivery open, those of this run included.
         deliveries_failed, deliveries_not_applicable: open for longer than the grace, by whether one was due.
         pending_delivery_retained: the other open ones.
-        conflicts_skipped: rows passed over; only where that was asked for.
+        conflicts_skipped: rows passed over; only where that was asked for, and in batches.
+        batches: transactions that changed something; only in batches.
     """
 
     dry_run: bool
@@ -53,6 +58,7 @@ class Report(TypedDict):
     deliveries_not_applicable: int
     pending_delivery_retained: int
     conflicts_skipped: NotRequired[int]
+    batches: NotRequired[int]
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,13 @@ class ReconcilePolicy:
             object.__setattr__(self, name, values.non_negative(getattr(self, name), "a grace"))
 
 
+class Transactions(Protocol):
+    """A transaction of its own for each piece of work, which may be done more than once."""
+
+    def __call__(self, work: Callable[[], _Answer], /) -> _Answer:
+        """Do it, and commit."""
+
+
 class Session(Protocol):
     """What is asked of an ORM session; the ORM itself is not needed here."""
 
@@ -95,6 +108,7 @@ def preview(
     now: float | None = None,
     skip_conflicts: bool = False,
     parent_id: object = None,
+    batch_size: int | None = None,
     clock: Clock = time.time,
 ) -> Report:
     """What :func:`apply` would do at this time; nothing is written.
@@ -105,6 +119,7 @@ def preview(
             so that a heartbeat that lands meanwhile can't look like the future.
         skip_conflicts: pass over rows that can't be acted on, and count them, instead of refusing.
         parent_id: only the direct children of this task.
+        batch_size: report what :func:`apply_in_batches` would.
 
     Raises:
         StateConflict: a row to be changed breaks a rule, or has a time later than `now`.
@@ -113,12 +128,15 @@ def preview(
     with refusing():
         connection = connection_of(target)
         with snapshot(connection):
-            run = _Run.begin(connection, policy, now, clock, skip_conflicts=skip_conflicts, parent_id=parent_id)
-            stale = run.stale()
-            due = run.due()
+            skip = skip_conflicts or batch_size is not None
+            run = _Run.begin(connection, policy, now, clock, skip_conflicts=skip, parent_id=parent_id)
+            stale = run.find(run.statements.stale.counts)
+            due = run.find(run.statements.due.counts)
             if run.parameters["now"] <= run.parameters["due_before"]:
-                due = _Found(due.conflicts, due.required + stale.required, due.internal + stale.internal)
-            return run.report(stale, run.open_deliveries() + stale.actionable, due, applied=False)
+                due = due.and_also(stale._replace(conflicts=0))
+            batches = None if batch_size is None else sum(-(-found.actionable // batch_size) for found in (stale, due))
+            examined = run.count_open_deliveries() + stale.actionable
+            return run.report(stale, due, examined, applied=False, batches=batches)
 
 
 def apply(
@@ -129,10 +147,14 @@ def apply(
     skip_conflicts: bool = False,
     parent_id: object = None,
     clock: Clock = time.time,
+    progress: Progress | None = None,
 ) -> Report:
     """Time out what is stale and close the deliveries that are overdue, each with its event.
 
     Arguments and errors as for :func:`preview`. Where it raises, the caller's transaction must be rolled back.
+
+    Args:
+        progress: called whenever a step of the work is done.
 
     Raises:
         StateConflict: also where somebody else changed a row in the middle, which no isolation that this
@@ -142,15 +164,69 @@ def apply(
         connection = connection_of(target)
         require_transaction(connection)
         run = _Run.begin(connection, policy, now, clock, skip_conflicts=skip_conflicts, parent_id=parent_id)
-        run.lock()
-        stale = run.stale()
-        run.write("timeout", stale.actionable)
-        examined = run.open_deliveries()
-        due = run.due()
-        run.write("delivery", due.actionable)
+        stale = run.find(run.statements.stale.counts)
+        examined = run.count_open_deliveries() + stale.actionable
+        run.write(run.statements.stale, stale)
+        due = run.find(run.statements.due.counts)
+        if progress is not None:
+            progress(stale.actionable, stale.actionable + due.actionable)
+        run.write(run.statements.due, due)
+        if progress is not None:
+            progress(stale.actionable + due.actionable, stale.actionable + due.actionable)
     if not isinstance(target, Connection):
         target.expire_all()
-    return run.report(stale, examined, due, applied=True)
+    return run.report(stale, due, examined, applied=True)
+
+
+def apply_in_batches(
+    connection: Connection,
+    policy: ReconcilePolicy,
+    in_transaction: Transactions,
+    *,
+    batch_size: int,
+    parent_id: object = None,
+    clock: Clock = time.time,
+    progress: Progress | None = None,
+) -> Report:
+    """The same as :func:`apply` in transactions of a bounded size, oldest first, all at the time of the first.
+
+    What is due is listed once. A batch looks again at each row: one that somebody vouched for meanwhile is left
+    alone, and one that can't be acted on is passed over and counted. What a batch has done stays done, whatever
+    becomes of the next.
+
+    Args:
+        connection: without a transaction; it keeps the list.
+        in_transaction: does a piece of work in a transaction of its own on `connection`, more than once if need be.
+        batch_size: the most tasks that one transaction changes.
+
+    Raises:
+        StateConflict, TaskNotFound: as :func:`apply`, but for rows that can't be acted on.
+    """
+
+    def begin() -> tuple[_Run, int]:
+        run = _Run.begin(connection, policy, None, clock, skip_conflicts=True, parent_id=parent_id)
+        return run, run.list_what_is(run.statements.stale)
+
+    def go_on() -> tuple[int, int]:
+        return run.count_open_deliveries(), run.list_what_is(run.statements.due)
+
+    def write_all(kind: sweep.Kind, listed: int, before: int) -> tuple[_Found, int]:
+        total, batches = _Found(0, 0, 0), 0
+        for first in range(1, listed + 1, batch_size):
+            last = min(first + batch_size - 1, listed)
+            found = in_transaction(partial(run.write_listed, kind, first, last))
+            batches += found.actionable > 0
+            total = total.and_also(found)
+            if progress is not None:
+                progress(before + last, before + listed)
+        return total, batches
+
+    run, stale_listed = in_transaction(begin)
+    stale, stale_batches = write_all(run.statements.stale, stale_listed, 0)
+    examined, due_listed = in_transaction(go_on)
+    due, due_batches = write_all(run.statements.due, due_listed, stale_listed)
+    in_transaction(run.drop_list)
+    return run.report(stale, due, examined, applied=True, batches=stale_batches + due_batches)
 
 
 class _Found(NamedTuple):
@@ -164,12 +240,15 @@ class _Found(NamedTuple):
     def actionable(self) -> int:
         return self.required + self.internal
 
+    def and_also(self, other: _Found) -> _Found:
+        return _Found(*(mine + its for mine, its in zip(self, other, strict=True)))
+
 
 @dataclass(frozen=True, slots=True)
 class _Run:
     connection: Connection
     skip: bool
-    statements: _Statements
+    statements: sweep.Sweep
     parameters: dict[str, Any]
     active: int
 
@@ -188,7 +267,7 @@ class _Run:
             raise InvalidInput("a policy must be a ReconcilePolicy")
         skip = values.flag(skip_conflicts, "skip_conflicts")
         parent = values.optional_id(parent_id)
-        statements = _statements(skip, parent is not None, connection.dialect.name)
+        statements = sweep.statements(parent is not None, connection.dialect.name)
         parameters: dict[str, Any] = {} if parent is None else {"parent": parent}
         if parent is not None and connection.scalar(_PARENT, parameters) is None:
             raise TaskNotFound("there is no task with the parent's id")
@@ -202,32 +281,50 @@ class _Run:
         }
         return cls(connection, skip, statements, parameters, active)
 
-    def stale(self) -> _Found:
-        return self._find(self.statements.stale)
-
-    def due(self) -> _Found:
-        return self._find(self.statements.due)
-
-    def open_deliveries(self) -> int:
+    def count_open_deliveries(self) -> int:
         found: int = self.connection.execute(self.statements.open_deliveries, self.parameters).scalar_one()
         return found
 
-    def write(self, kind: str, expected: int) -> None:
-        if not expected:
-            return
-        writes = self.statements.writes[kind]
-        if writes.set_aside is not None:
-            self.connection.execute(_ACTING_MADE[self.connection.dialect.name])
-            self.connection.execute(writes.set_aside, self.parameters)
-        for statement in (writes.events, writes.tasks):
-            # Unasked, not every driver tells how many rows an INSERT … SELECT made.
-            done = self.connection.execute(statement, self.parameters, execution_options={"preserve_rowcount": True})
-            if done.rowcount != expected:
-                raise StateConflict("the ledger changed in the middle of the run; try again", retriable=True)
-        if writes.set_aside is not None:
-            self.connection.execute(_ACTING_DROPPED[self.connection.dialect.name])
+    def find(self, counts: sweep.Counts, part: dict[str, int] | None = None) -> _Found:
+        parameters = self.parameters | (part or {})
+        conflicts, total, required = self.connection.execute(counts.found, parameters).one()
+        if conflicts:
+            if not self.skip:
+                raise StateConflict("a row to be changed is damaged or has times in the future; run doctor")
+            total, required = self.connection.execute(counts.actionable, parameters).one()
+        return _Found(conflicts, required, total - required)
 
-    def report(self, stale: _Found, examined: int, due: _Found, *, applied: bool) -> Report:
+    def write(self, kind: sweep.Kind, found: _Found) -> None:
+        """Change all that is due, which `found` has counted in this transaction."""
+        if not found.conflicts:
+            self._change(kind.writes, self.parameters, found.actionable)
+            return
+        # No stored value tells those that were changed from those that were passed over: they are listed.
+        self.write_listed(kind, 1, self.list_what_is(kind))
+        self.drop_list()
+
+    def list_what_is(self, kind: sweep.Kind) -> int:
+        """Put what is due on the list; how many those are."""
+        listed = sweep.listed_in(self.connection.dialect.name)
+        # One that failed may have left its own.
+        self.connection.execute(listed.dropped)
+        self.connection.execute(listed.made)
+        return self._rowcount(kind.listing, self.parameters)
+
+    def write_listed(self, kind: sweep.Kind, first: int, last: int) -> _Found:
+        """Change what is still due of a range of the list."""
+        part = {"first": first, "last": last}
+        found = self.find(kind.listed_counts, part)
+        parameters = self.parameters | part
+        if found.actionable != last - first + 1:
+            self.connection.execute(kind.struck, parameters)
+        self._change(kind.listed_writes, parameters, found.actionable)
+        return found
+
+    def drop_list(self) -> None:
+        self.connection.execute(sweep.listed_in(self.connection.dialect.name).dropped)
+
+    def report(self, stale: _Found, due: _Found, examined: int, *, applied: bool, batches: int | None = None) -> Report:
         report = Report(
             dry_run=not applied,
             applied=applied,
@@ -241,161 +338,27 @@ class _Run:
         )
         if self.skip:
             report["conflicts_skipped"] = stale.conflicts + due.conflicts
+        if batches is not None:
+            report["batches"] = batches
         return report
 
-    def lock(self) -> None:
-        """On PostgreSQL: nobody else changes what is due meanwhile; who did so before makes this run start anew."""
-        if self.connection.dialect.name == "postgresql":
-            for statement in (self.statements.stale.locked, self.statements.due.locked):
-                self.connection.execute(statement, self.parameters)
+    def _change(self, writes: tuple[sa.Insert | sa.Update, ...], parameters: dict[str, Any], expected: int) -> None:
+        if not expected:
+            return
+        # Each row was held against every rule in this very transaction, and what is written to it is fixed; on
+        # SQLite the same rules as CHECKs would cost as much again.
+        with unchecked(self.connection):
+            for statement in writes:
+                if self._rowcount(statement, parameters) != expected:
+                    raise StateConflict("the ledger changed in the middle of the run; try again", retriable=True)
 
-    def _find(self, counts: _Counts) -> _Found:
-        conflicts, total, required = self.connection.execute(counts.found, self.parameters).one()
-        if conflicts:
-            if not self.skip:
-                raise StateConflict("a row to be changed is damaged or has times in the future; run doctor")
-            total, required = self.connection.execute(counts.actionable, self.parameters).one()
-        return _Found(conflicts, required, total - required)
-
-
-class _Counts(NamedTuple):
-    """How many rows are in conflict, are due, and of those required; the last two without conflicts; and the same
-    rows locked."""
-
-    found: sa.Select[*tuple[Any, ...]]
-    actionable: sa.Select[*tuple[Any, ...]]
-    locked: sa.Select[*tuple[Any, ...]]
-
-
-class _Writes(NamedTuple):
-    """What makes one kind of change: where rows are passed over, those acted on set aside first; then both tables."""
-
-    set_aside: sa.Insert | None
-    events: sa.Insert
-    tasks: sa.Update
-
-
-class _Statements(NamedTuple):
-    active: sa.Select[*tuple[Any, ...]]
-    open_deliveries: sa.Select[*tuple[Any, ...]]
-    stale: _Counts
-    due: _Counts
-    writes: dict[str, _Writes]
+    def _rowcount(self, statement: sa.Insert | sa.Update, parameters: dict[str, Any]) -> int:
+        # Unasked, not every driver tells how many rows an INSERT … SELECT made.
+        done = self.connection.execute(statement, parameters, execution_options={"preserve_rowcount": True})
+        return done.rowcount
 
 
 _PARENT: Final = sa.select(tasks.c.pk).where(tasks.c.id == sa.bindparam("parent"))
-_EVENT_COLUMNS: Final = ("task_pk", "number", "kind", "from_status", "to_status", "occurred_at", "code")
-
-
-#: The most that a version may be to be counted on; PostgreSQL's integer has no number beyond.
-_LAST_VERSION: Final = sa.literal_column("2147483640", sa.Integer())
-#: A table of the transaction's own, by database, in the schema that such tables have there.
-_ACTING: Final = {
-    dialect: sa.Table(
-        "tsg_acting", sa.MetaData(), sa.Column("pk", sa.BigInteger()), schema=schema, prefixes=["TEMPORARY"]
-    )
-    for dialect, schema in (("sqlite", "temp"), ("postgresql", "pg_temp"))
-}
-_ACTING_MADE: Final = {dialect: CreateTable(table) for dialect, table in _ACTING.items()}
-_ACTING_DROPPED: Final = {dialect: DropTable(table) for dialect, table in _ACTING.items()}
-
-
-@lru_cache(maxsize=8)
-def _statements(skip: bool, one_parent: bool, dialect: str) -> _Statements:
-    c = tasks.c
-    acting = _ACTING[dialect]
-    now: sa.BindParameter[float] = sa.bindparam("now", type_=sa.Double())
-    stale_before: sa.BindParameter[float] = sa.bindparam("stale_before", type_=sa.Double())
-    due_before: sa.BindParameter[float] = sa.bindparam("due_before", type_=sa.Double())
-    among = [c.parent_id == sa.bindparam("parent")] if one_parent else []
-    expired = c.deadline_at <= now
-    silent = sa.and_(c.expects_heartbeat.is_(sa.true()), c.updated_at <= stale_before)
-    stale = sa.and_(rules.running(c), sa.or_(expired, silent), *among)
-    due = sa.and_(rules.awaiting_delivery(c), c.ended_at <= due_before, *among)
-
-    delivery_number = rules.expected_events(c)
-    next_numbers = {"timeout": sa.literal_column("2", sa.Integer()), "delivery": delivery_number}
-    conflicts = {
-        kind: sa.or_(
-            sa.not_(rules.sound(c)),
-            c.version > _LAST_VERSION,
-            *(time > now for time in times),
-            sa.exists().where(task_events.c.task_pk == c.pk, task_events.c.number >= next_numbers[kind]),
-        )
-        for kind, times in (
-            ("timeout", (c.created_at, c.started_at, c.updated_at)),
-            ("delivery", (c.created_at, c.updated_at, c.ended_at, c.delivery_updated_at)),
-        )
-    }
-
-    required = c.delivery_required.is_(sa.true())
-
-    def count(condition: Any, conflict: Any) -> _Counts:
-        counted = (sa.func.count(), sa.func.count().filter(required))
-        # To look for a conflict is what costs: once a row.
-        found = sa.select(sa.func.count().filter(conflict), *counted).select_from(tasks).where(condition)
-        actionable = sa.select(*counted).select_from(tasks).where(condition, sa.not_(conflict))
-        held = sa.select(c.pk).where(condition).with_for_update().subquery()
-        return _Counts(found, actionable, sa.select(sa.func.count()).select_from(held))
-
-    def write(kind: str, condition: Any, event: tuple[Any, ...], changes: dict[str, Any]) -> _Writes:
-        # Where no conflict was found, none can have come up since: the transaction has one snapshot. Where they
-        # are passed over, the rows that are acted on have to be remembered: no stored value tells them for sure.
-        set_aside = None
-        if skip:
-            chosen = sa.select(c.pk).where(condition, sa.not_(conflicts[kind]))
-            set_aside = sa.insert(acting).from_select(["pk"], chosen)
-            condition = c.pk.in_(sa.select(acting.c.pk))
-        source = sa.select(c.pk, *event).where(condition)
-        return _Writes(
-            set_aside,
-            # In the order of the events' own key; as an expression, or SQLite would scan all tasks in that order.
-            sa.insert(task_events).from_select(_EVENT_COLUMNS, source.order_by(c.pk + sa.literal_column("0"))),
-            sa.update(tasks).where(condition).values(**changes, version=c.version + 1),
-        )
-
-    code = sa.case((expired, rules.constant("deadline_exceeded")), else_=rules.constant("restart_stale"))
-    end = sa.case((required, rules.constant("failed")), else_=rules.constant("not_applicable"))
-    delivery_code = sa.case((required, rules.constant("delivery_grace_expired")), else_=rules.constant("internal_task"))
-    return _Statements(
-        active=sa.select(sa.func.count()).select_from(tasks).where(rules.active(c), *among),
-        open_deliveries=sa.select(sa.func.count()).select_from(tasks).where(rules.awaiting_delivery(c), *among),
-        stale=count(stale, conflicts["timeout"]),
-        due=count(due, conflicts["delivery"]),
-        writes={
-            "timeout": write(
-                "timeout",
-                stale,
-                (
-                    next_numbers["timeout"],
-                    rules.constant("task_transition"),
-                    rules.constant("running"),
-                    rules.constant("timed_out"),
-                    now,
-                    code,
-                ),
-                {
-                    "status": rules.constant("timed_out"),
-                    "updated_at": now,
-                    "ended_at": now,
-                    "terminal_code": code,
-                },
-            ),
-            "delivery": write(
-                "delivery",
-                due,
-                (
-                    delivery_number,
-                    rules.constant("delivery_transition"),
-                    rules.constant("pending"),
-                    end,
-                    now,
-                    delivery_code,
-                ),
-                {"delivery_status": end, "delivery_updated_at": now, "delivery_code": delivery_code},
-            ),
-        },
-    )
 
 
 def connection_of(target: Connection | Session) -> Connection:

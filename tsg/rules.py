@@ -7,12 +7,14 @@ and any alias of it. A rule that comes out NULL is broken: ask for ``IS NOT TRUE
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol
 
 import sqlalchemy as sa
 from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql import operators
 from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql.elements import False_, True_
 from sqlalchemy.sql.expression import ColumnElement, FunctionElement
 
 from tsg.states import (
@@ -29,11 +31,16 @@ __all__ = [
     "Rule",
     "active",
     "awaiting_delivery",
+    "broken",
     "constant",
     "event_rules",
     "expected_events",
+    "is_not_true",
+    "is_true",
+    "running",
     "sound",
     "task_rules",
+    "undelivered",
 ]
 
 Condition = ColumnElement[bool]
@@ -62,23 +69,55 @@ def _int(value: int) -> ColumnElement[int]:
     return sa.literal_column(str(value), sa.Integer())
 
 
-def _among(column: ColumnElement[Any], words: Iterable[str]) -> Condition:
-    # Plain text on both sides: a column's own type would turn the words into parameters.
-    return sa.type_coerce(column, sa.String()).in_([constant(word) for word in words])
+def _one_of(column: ColumnElement[Any], words: Iterable[str]) -> Condition:
+    """The same as comparisons one by one: for an IN of three words or more SQLite builds an index, a row or a run."""
+    return sa.or_(*(_is(column, word) for word in words))
 
 
 def _is(column: ColumnElement[Any], word: str) -> Condition:
+    # As plain text: the column's own type would turn the word into a parameter.
     return sa.type_coerce(column, sa.String()) == constant(word)
+
+
+def is_true(condition: ColumnElement[Any]) -> Condition:
+    """That `condition` is true, and neither false nor NULL."""
+    return truth(condition.self_group(against=operators.is_))
+
+
+def is_not_true(condition: ColumnElement[Any]) -> Condition:
+    """That `condition` is false or NULL."""
+    return untruth(condition.self_group(against=operators.is_))
+
+
+def _all(*conditions: Condition) -> Condition:
+    """``and_``, without what is known."""
+    if any(isinstance(condition, False_) for condition in conditions):
+        return sa.false()
+    open_ones = [condition for condition in conditions if not isinstance(condition, True_)]
+    return sa.and_(*open_ones) if open_ones else sa.true()
+
+
+def _any(*conditions: Condition) -> Condition:
+    """``or_``, without what is known."""
+    if any(isinstance(condition, True_) for condition in conditions):
+        return sa.true()
+    open_ones = [condition for condition in conditions if not isinstance(condition, False_)]
+    return sa.or_(*open_ones) if open_ones else sa.false()
 
 
 def active(c: Columns) -> Condition:
     """Not ended. The condition of the index of active tasks, word for word."""
-    return _among(c.status, ACTIVE_WORDS)
+    return sa.type_coerce(c.status, sa.String()).in_([constant(word) for word in ACTIVE_WORDS])
 
 
 def awaiting_delivery(c: Columns) -> Condition:
     """Ended, with its delivery open. The condition of the index of pending deliveries, word for word."""
-    return sa.and_(_is(c.delivery_status, "pending"), _among(c.status, TERMINAL_WORDS))
+    return sa.and_(undelivered(c), _one_of(c.status, TERMINAL_WORDS))
+
+
+def undelivered(c: Columns) -> Condition:
+    """With its delivery open."""
+    return _is(c.delivery_status, "pending")
 
 
 def running(c: Columns) -> Condition:
@@ -88,78 +127,99 @@ def running(c: Columns) -> Condition:
 
 ACTIVE_WORDS: Final = tuple(state.value for state in ACTIVE)
 TERMINAL_WORDS: Final = tuple(state.value for state in TERMINAL)
+STATUSES: Final = tuple(state.value for state in TaskStatus)
+DELIVERY_STATUSES: Final = tuple(state.value for state in DeliveryStatus)
 
 
-def task_rules(c: Columns) -> tuple[Rule, ...]:
-    """The rules of one task row. Their source is the ledger's contract: states, stored times, codes."""
-    queued = _is(c.status, "queued")
-    is_running = _is(c.status, "running")
-    terminal = _among(c.status, TERMINAL_WORDS)
-    pending = _is(c.delivery_status, "pending")
-    closed = _among(c.delivery_status, ("delivered", "failed"))
-    not_applicable = _is(c.delivery_status, "not_applicable")
-    required = c.delivery_required.is_(sa.true())
-    beats = c.expects_heartbeat.is_(sa.true())
-    ends = _one_if(terminal) + _one_if(sa.not_(pending))
+class _State:
+    """One of a row's two states, and what it is known to be."""
+
+    def __init__(self, column: ColumnElement[Any], known: Collection[str], all_words: Collection[str]) -> None:
+        self._column = column
+        self._known = frozenset(known)
+        #: Whether a stored value could still be none of the words at all.
+        self._open = self._known == frozenset(all_words)
+
+    def among(self, *words: str) -> Condition:
+        possible = [word for word in words if word in self._known]
+        if not possible:
+            return sa.false()
+        if not self._open and self._known <= set(words):
+            return sa.true()
+        return _one_of(self._column, possible)
+
+
+def task_rules(
+    c: Columns, statuses: Collection[str] = STATUSES, delivery_statuses: Collection[str] = DELIVERY_STATUSES
+) -> tuple[Rule, ...]:
+    """The rules of one task row. Their source is the ledger's contract: states, stored times, codes.
+
+    Args:
+        statuses, delivery_statuses: what the two states are known to be; from that the conditions are simplified,
+            which is most of the cost of a sweep over rows that are known to be running.
+    """
+    status = _State(c.status, statuses, STATUSES)
+    delivery = _State(c.delivery_status, delivery_statuses, DELIVERY_STATUSES)
+    pending = delivery.among("pending")
+    terminal = status.among(*TERMINAL_WORDS)
+    required = is_true(c.delivery_required)
+    beats = is_true(c.expects_heartbeat)
+    ends = (terminal, sa.not_(pending))
 
     def optional(column: ColumnElement[Any], condition: Condition) -> Condition:
-        return sa.or_(column.is_(None), condition)
+        return _any(column.is_(None), condition)
 
     return (
         Rule("id", "state", canonical_uuid(c.id)),
-        Rule("parent_id", "state", optional(c.parent_id, sa.and_(canonical_uuid(c.parent_id), c.parent_id != c.id))),
-        Rule("status", "state", _among(c.status, (state.value for state in TaskStatus))),
-        Rule("delivery_status", "state", _among(c.delivery_status, (state.value for state in DeliveryStatus))),
-        Rule("flags", "state", sa.and_(boolean(c.delivery_required), boolean(c.expects_heartbeat))),
+        Rule("parent_id", "state", optional(c.parent_id, _all(canonical_uuid(c.parent_id), c.parent_id != c.id))),
+        Rule("status", "state", status.among(*STATUSES)),
+        Rule("delivery_status", "state", delivery.among(*DELIVERY_STATUSES)),
+        Rule("flags", "state", _all(boolean(c.delivery_required), boolean(c.expects_heartbeat))),
         Rule("payload_hash", "state", optional(c.payload_hash, sha256_hex(c.payload_hash))),
         # Silence is only forgiven where a deadline ends it; a first beat turns the flag on for good.
-        Rule("expects_heartbeat", "state", sa.or_(beats, c.timeout_seconds.is_not(None))),
+        Rule("expects_heartbeat", "state", _any(beats, c.timeout_seconds.is_not(None))),
         Rule(
             "lifecycle",
             "state",
-            sa.or_(
-                sa.and_(queued, c.started_at.is_(None), c.ended_at.is_(None)),
-                sa.and_(is_running, c.started_at.is_not(None), c.ended_at.is_(None)),
-                sa.and_(terminal, c.ended_at.is_not(None)),
+            _any(
+                _all(status.among("queued"), c.started_at.is_(None), c.ended_at.is_(None)),
+                _all(status.among("running"), c.started_at.is_not(None), c.ended_at.is_(None)),
+                _all(terminal, c.ended_at.is_not(None)),
             ),
         ),
-        Rule("terminal_code", "state", optional(c.terminal_code, _fits(c.status, c.terminal_code, TASK_REASONS))),
+        Rule("terminal_code", "state", optional(c.terminal_code, _fits(status, c.terminal_code, TASK_REASONS))),
         Rule(
             "delivery",
             "state",
-            sa.or_(
+            _any(
                 pending,
-                sa.and_(terminal, required, closed),
-                sa.and_(terminal, sa.not_(required), not_applicable),
+                _all(terminal, required, delivery.among("delivered", "failed")),
+                _all(terminal, is_not_true(c.delivery_required), delivery.among("not_applicable")),
             ),
         ),
-        Rule(
-            "delivery_code",
-            "state",
-            optional(c.delivery_code, _fits(c.delivery_status, c.delivery_code, DELIVERY_REASONS)),
-        ),
+        Rule("delivery_code", "state", optional(c.delivery_code, _fits(delivery, c.delivery_code, DELIVERY_REASONS))),
         # One a verb. Only a running task that beats can have done more than its state tells.
         Rule(
             "version",
             "state",
-            sa.and_(
+            _all(
                 integer(c.version),
-                sa.or_(
-                    sa.and_(c.started_at.is_(None), c.version == ends),
-                    sa.and_(c.started_at.is_not(None), c.version == ends + _int(1)),
-                    sa.and_(c.started_at.is_not(None), beats, c.version > ends + _int(1)),
+                _any(
+                    _all(c.started_at.is_(None), c.version == _count(*ends)),
+                    _all(c.started_at.is_not(None), c.version == _count(sa.true(), *ends)),
+                    _all(c.started_at.is_not(None), beats, c.version > _count(sa.true(), *ends)),
                 ),
             ),
         ),
         Rule(
             "timeout_seconds",
             "timestamp",
-            optional(c.timeout_seconds, sa.and_(finite(c.timeout_seconds), c.timeout_seconds >= _int(0))),
+            optional(c.timeout_seconds, _all(finite(c.timeout_seconds), c.timeout_seconds >= _int(0))),
         ),
         Rule(
             "finite",
             "timestamp",
-            sa.and_(
+            _all(
                 *(finite(column) for column in (c.created_at, c.updated_at, c.delivery_updated_at)),
                 *(optional(column, finite(column)) for column in (c.started_at, c.ended_at, c.deadline_at)),
             ),
@@ -184,16 +244,16 @@ def task_rules(c: Columns) -> tuple[Rule, ...]:
             "deadline_at",
             "timestamp",
             sa.case(
-                (sa.or_(c.started_at.is_(None), c.timeout_seconds.is_(None)), c.deadline_at.is_(None)),
-                else_=sa.and_(c.deadline_at.is_not(None), c.deadline_at == c.started_at + c.timeout_seconds),
+                (_any(c.started_at.is_(None), c.timeout_seconds.is_(None)), c.deadline_at.is_(None)),
+                else_=_all(c.deadline_at.is_not(None), c.deadline_at == c.started_at + c.timeout_seconds),
             ),
         ),
         Rule(
             "delivery_updated_at",
             "timestamp",
-            sa.case(
-                (pending, c.delivery_updated_at == c.created_at),
-                else_=c.delivery_updated_at >= c.ended_at,
+            _any(
+                _all(pending, c.delivery_updated_at == c.created_at),
+                _all(sa.not_(pending), c.delivery_updated_at >= c.ended_at),
             ),
         ),
     )
@@ -201,22 +261,24 @@ def task_rules(c: Columns) -> tuple[Rule, ...]:
 
 def event_rules(c: Columns) -> tuple[Rule, ...]:
     """The rules of one event row by itself; that it tells what its task's row tells is doctor's to see."""
-    to_end = sa.and_(
-        sa.or_(
+    to_status = _State(c.to_status, STATUSES, STATUSES)
+    to_delivery = _State(c.to_status, DELIVERY_STATUSES, DELIVERY_STATUSES)
+    to_end = _all(
+        _any(
             *(
-                sa.and_(c.number == _int(number), _is(c.from_status, source.value))
+                _all(c.number == _int(number), _is(c.from_status, source.value))
                 for number, source in ((1, TaskStatus.QUEUED), (2, TaskStatus.RUNNING))
             )
         ),
-        _among(c.to_status, TERMINAL_WORDS),
-        sa.or_(c.code.is_(None), _fits(c.to_status, c.code, TASK_REASONS)),
+        _one_of(c.to_status, TERMINAL_WORDS),
+        _any(c.code.is_(None), _fits(to_status, c.code, TASK_REASONS)),
     )
-    started = sa.and_(
+    started = _all(
         c.number == _int(1), _is(c.from_status, "queued"), _is(c.to_status, "running"), _is(c.code, "started")
     )
     return (
         Rule("number", "event", integer(c.number)),
-        Rule("kind", "event", _among(c.kind, EVENT_KINDS)),
+        Rule("kind", "event", _one_of(c.kind, EVENT_KINDS)),
         Rule("occurred_at", "event", finite(c.occurred_at)),
         Rule(
             "transition",
@@ -224,18 +286,18 @@ def event_rules(c: Columns) -> tuple[Rule, ...]:
             sa.case(
                 (
                     _is(c.kind, "created"),
-                    sa.and_(
+                    _all(
                         c.number == _int(0), c.from_status.is_(None), _is(c.to_status, "queued"), _is(c.code, "created")
                     ),
                 ),
-                (_is(c.kind, "task_transition"), sa.or_(started, to_end)),
+                (_is(c.kind, "task_transition"), _any(started, to_end)),
                 (
                     _is(c.kind, "delivery_transition"),
-                    sa.and_(
+                    _all(
                         c.number.in_([_int(2), _int(3)]),
                         _is(c.from_status, "pending"),
-                        _among(c.to_status, (state.value for state in DELIVERY_REASONS)),
-                        sa.or_(c.code.is_(None), _fits(c.to_status, c.code, DELIVERY_REASONS)),
+                        _one_of(c.to_status, (state.value for state in DELIVERY_REASONS)),
+                        _any(c.code.is_(None), _fits(to_delivery, c.code, DELIVERY_REASONS)),
                     ),
                 ),
                 else_=sa.false(),
@@ -244,40 +306,59 @@ def event_rules(c: Columns) -> tuple[Rule, ...]:
     )
 
 
-def sound(c: Columns, heading: str | None = None) -> Condition:
-    """That a task's row keeps every rule, or every rule of one heading; never NULL."""
-    rules = [rule.holds for rule in task_rules(c) if heading in (None, rule.heading)]
-    return sa.and_(*rules).is_(sa.true())
+def sound(
+    c: Columns,
+    statuses: Collection[str] = STATUSES,
+    delivery_statuses: Collection[str] = DELIVERY_STATUSES,
+) -> Condition:
+    """That a task's row keeps every rule; never NULL. Arguments as :func:`task_rules`."""
+    return is_true(_all(*(rule.holds for rule in task_rules(c, statuses, delivery_statuses))))
 
 
-def expected_events(c: Columns) -> ColumnElement[int]:
-    """How many events the row of a task implies."""
-    return (
-        _int(1)
-        + _one_if(c.started_at.is_not(None))
-        + _one_if(_among(c.status, TERMINAL_WORDS))
-        + _one_if(sa.not_(_is(c.delivery_status, "pending")))
+def broken(
+    c: Columns,
+    statuses: Collection[str] = STATUSES,
+    delivery_statuses: Collection[str] = DELIVERY_STATUSES,
+    *,
+    heading: str | None = None,
+) -> Condition:
+    """That it breaks one, or one of a heading; never NULL."""
+    rules = task_rules(c, statuses, delivery_statuses)
+    return is_not_true(_all(*(rule.holds for rule in rules if heading in (None, rule.heading))))
+
+
+def expected_events(
+    c: Columns, statuses: Collection[str] = STATUSES, delivery_statuses: Collection[str] = DELIVERY_STATUSES
+) -> ColumnElement[int]:
+    """How many events the row of a task implies. Arguments as :func:`task_rules`."""
+    status = _State(c.status, statuses, STATUSES)
+    delivery = _State(c.delivery_status, delivery_statuses, DELIVERY_STATUSES)
+    return _count(
+        sa.true(),
+        c.started_at.is_not(None),
+        status.among(*TERMINAL_WORDS),
+        sa.not_(delivery.among("pending")),
     )
 
 
 def is_implied(event: Columns, task: Columns) -> Condition:
     """That an event is, in every field, the one of its number that its task's row implies."""
-    start = sa.and_(
+    start = _all(
         _is(event.kind, "task_transition"),
         _is(event.from_status, "queued"),
         _is(event.to_status, "running"),
         event.occurred_at == task.started_at,
         _is(event.code, "started"),
     )
-    end = sa.and_(
+    end = _all(
         _is(event.kind, "task_transition"),
         event.from_status == sa.case((task.started_at.is_(None), constant("queued")), else_=constant("running")),
         event.to_status == sa.type_coerce(task.status, sa.String()),
-        _among(task.status, TERMINAL_WORDS),
+        _one_of(task.status, TERMINAL_WORDS),
         event.occurred_at == task.ended_at,
         event.code.is_not_distinct_from(task.terminal_code),
     )
-    delivery = sa.and_(
+    delivery = _all(
         _is(event.kind, "delivery_transition"),
         _is(event.from_status, "pending"),
         event.to_status == sa.type_coerce(task.delivery_status, sa.String()),
@@ -289,7 +370,7 @@ def is_implied(event: Columns, task: Columns) -> Condition:
     return sa.case(
         (
             event.number == _int(0),
-            sa.and_(
+            _all(
                 _is(event.kind, "created"),
                 event.from_status.is_(None),
                 _is(event.to_status, "queued"),
@@ -299,17 +380,23 @@ def is_implied(event: Columns, task: Columns) -> Condition:
         ),
         (event.number == _int(1), sa.case((unstarted, end), else_=start)),
         (event.number == _int(2), sa.case((unstarted, delivery), else_=end)),
-        (event.number == _int(3), sa.and_(sa.not_(unstarted), delivery)),
+        (event.number == _int(3), _all(sa.not_(unstarted), delivery)),
         else_=sa.false(),
     )
 
 
-def _one_if(condition: Condition) -> ColumnElement[int]:
-    return sa.case((condition, _int(1)), else_=_int(0))
+def _count(*conditions: Condition) -> ColumnElement[int]:
+    """How many of them hold."""
+    certain = sum(isinstance(condition, True_) for condition in conditions)
+    total = _int(certain)
+    for condition in conditions:
+        if not isinstance(condition, (True_, False_)):
+            total += sa.case((condition, _int(1)), else_=_int(0))
+    return total
 
 
-def _fits(status: ColumnElement[Any], code: ColumnElement[Any], registry: Mapping[Any, tuple[str, ...]]) -> Condition:
-    return sa.or_(*(sa.and_(_is(status, state.value), _among(code, codes)) for state, codes in registry.items()))
+def _fits(status: _State, code: ColumnElement[Any], registry: Mapping[Any, tuple[str, ...]]) -> Condition:
+    return _any(*(_all(status.among(state.value), _one_of(code, codes)) for state, codes in registry.items()))
 
 
 class _Typed(FunctionElement[bool]):
@@ -326,12 +413,32 @@ class _Typed(FunctionElement[bool]):
         return self
 
 
+class truth(_Typed):  # noqa: N801
+    """That a condition is true.
+
+    By the word: compared with a number, as SQLAlchemy has it for SQLite, all of a condition would be worked out
+    where a part decides. And not by ``is_()``, whose negation SQLAlchemy gets wrong for any word but its own.
+    """
+
+    inherit_cache = True
+    sqlite = "{0} IS TRUE"
+    postgresql = sqlite
+
+
+class untruth(_Typed):  # noqa: N801
+    """That a condition is false or NULL."""
+
+    inherit_cache = True
+    sqlite = "{0} IS NOT TRUE"
+    postgresql = sqlite
+
+
 class canonical_uuid(_Typed):  # noqa: N801  # reads as the SQL function it stands for
     """A UUID in canonical text."""
 
     inherit_cache = True
-    # SQLite's other text functions stop at a NUL, and would not see what hides behind it.
-    sqlite = "typeof({0}) = 'text' AND instr({0}, char(0)) = 0 AND {0} GLOB '" + (
+    # SQLite's text functions stop at a NUL, and would not see what hides behind it; a BLOB's length does.
+    sqlite = "typeof({0}) = 'text' AND length(CAST({0} AS BLOB)) = 36 AND {0} GLOB '" + (
         "-".join("[0-9a-f]" * count for count in (8, 4, 4, 4, 12)) + "'"
     )
 
@@ -340,7 +447,9 @@ class sha256_hex(_Typed):  # noqa: N801
     """64 lower-case hexadecimal digits."""
 
     inherit_cache = True
-    sqlite = "typeof({0}) = 'text' AND instr({0}, char(0)) = 0 AND length({0}) = 64 AND {0} NOT GLOB '*[^0-9a-f]*'"
+    sqlite = (
+        "typeof({0}) = 'text' AND length({0}) = 64 AND length(CAST({0} AS BLOB)) = 64 AND {0} NOT GLOB '*[^0-9a-f]*'"
+    )
     postgresql = "length({0}) = 64 AND {0} !~ '[^0-9a-f]'"
 
 

@@ -51,8 +51,8 @@ HEAD: Final = REVISIONS[-1]
 
 #: Of what makes up the schema at head, as each database words it: see :mod:`tsg.catalog`.
 _HEAD_SHA256: Final = {
-    "sqlite": "539025df9e8fec358b048883eca326281c3bff7d91527cdf53d8f4af986b5641",
-    "postgresql": "90c217f567b371c0376a239f56d409c6019b3885ad49331ebe54a57058103c88",
+    "sqlite": "6d7dfec562cc591365897f8b449b2be81a00d314aeb17caafea6e77c1c76a025",
+    "postgresql": "44cbd97dd1df48af551439e325babceaf7b34fcd01519d3c5e4ecf909d6b5e00",
 }
 #: What concurrent migrations of one PostgreSQL database wait for each other by: "tsg" in ASCII.
 _ADVISORY_LOCK: Final = 0x747367

@@ -144,7 +144,7 @@ task_events: Final = sa.Table(
 for _table, _rules in ((tasks, rules.task_rules(tasks.c)), (task_events, rules.event_rules(task_events.c))):
     for _rule in _rules:
         # A CHECK lets NULL pass, a rule does not.
-        _table.append_constraint(sa.CheckConstraint(_rule.holds.is_(sa.true()), name=_rule.name))
+        _table.append_constraint(sa.CheckConstraint(rules.is_true(_rule.holds), name=_rule.name))
 
 # What reconcile looks for are the few rows that are not at rest: partial indexes hold just those, so that
 # its time does not grow with history, and a row that comes to rest leaves them.

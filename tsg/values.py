@@ -121,6 +121,18 @@ def whole(value: object, what: str) -> int:
     raise InvalidInput(f"{what} must be a whole number, not negative")
 
 
+def at_least_one(value: object, what: str) -> int:
+    """As :func:`whole`, and not zero.
+
+    Raises:
+        InvalidInput: anything else.
+    """
+    exact = whole(value, what)
+    if not exact:
+        raise InvalidInput(f"{what} must be at least 1")
+    return exact
+
+
 def clock_reading(clock: Callable[[], object]) -> float:
     """One reading of `clock`, in seconds since the epoch.
 

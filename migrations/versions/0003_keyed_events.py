@@ -27,203 +27,219 @@ UUID = "-".join("[0-9a-f]" * count for count in (8, 4, 4, 4, 12))
 TASK_CHECKS = (
     (
         "ck_tsg_tasks_id",
-        f"(typeof(id) = 'text' AND instr(id, char(0)) = 0 AND id GLOB '{UUID}') IS 1",
-        "(id IS NOT NULL) IS true",
+        f"((typeof(id) = 'text' AND length(CAST(id AS BLOB)) = 36 AND id GLOB '{UUID}') IS TRUE)",
+        "((id IS NOT NULL) IS TRUE)",
     ),
     (
         "ck_tsg_tasks_parent_id",
         (
-            "(parent_id IS NULL OR (typeof(parent_id) = 'text' AND instr(parent_id, char(0)) = 0 AND parent_id "
-            f"GLOB '{UUID}') AND parent_id != id) IS 1"
+            "((parent_id IS NULL OR (typeof(parent_id) = 'text' AND length(CAST(parent_id AS BLOB)) = 36 AND "
+            f"parent_id GLOB '{UUID}') AND parent_id != id) IS TRUE)"
         ),
-        "(parent_id IS NULL OR (parent_id IS NOT NULL) AND parent_id != id) IS true",
+        "((parent_id IS NULL OR (parent_id IS NOT NULL) AND parent_id != id) IS TRUE)",
     ),
     (
         "ck_tsg_tasks_status",
-        "(status IN ('queued', 'running', 'succeeded', 'failed', 'timed_out', 'cancelled')) IS 1",
-        "(status IN ('queued', 'running', 'succeeded', 'failed', 'timed_out', 'cancelled')) IS true",
+        (
+            "((status = 'queued' OR status = 'running' OR status = 'succeeded' OR status = 'failed' OR "
+            "status = 'timed_out' OR status = 'cancelled') IS TRUE)"
+        ),
+        (
+            "((status = 'queued' OR status = 'running' OR status = 'succeeded' OR status = 'failed' OR "
+            "status = 'timed_out' OR status = 'cancelled') IS TRUE)"
+        ),
     ),
     (
         "ck_tsg_tasks_delivery_status",
-        "(delivery_status IN ('pending', 'delivered', 'failed', 'not_applicable')) IS 1",
-        "(delivery_status IN ('pending', 'delivered', 'failed', 'not_applicable')) IS true",
+        (
+            "((delivery_status = 'pending' OR delivery_status = 'delivered' OR delivery_status = 'failed' OR "
+            "delivery_status = 'not_applicable') IS TRUE)"
+        ),
+        (
+            "((delivery_status = 'pending' OR delivery_status = 'delivered' OR delivery_status = 'failed' OR "
+            "delivery_status = 'not_applicable') IS TRUE)"
+        ),
     ),
     (
         "ck_tsg_tasks_flags",
         (
-            "((typeof(delivery_required) = 'integer' AND delivery_required IN (0, 1)) AND "
-            "(typeof(expects_heartbeat) = 'integer' AND expects_heartbeat IN (0, 1))) IS 1"
+            "(((typeof(delivery_required) = 'integer' AND delivery_required IN (0, 1)) AND "
+            "(typeof(expects_heartbeat) = 'integer' AND expects_heartbeat IN (0, 1))) IS TRUE)"
         ),
-        "((delivery_required IS NOT NULL) AND (expects_heartbeat IS NOT NULL)) IS true",
+        "(((delivery_required IS NOT NULL) AND (expects_heartbeat IS NOT NULL)) IS TRUE)",
     ),
     (
         "ck_tsg_tasks_payload_hash",
         (
-            "(payload_hash IS NULL OR (typeof(payload_hash) = 'text' AND instr(payload_hash, char(0)) = 0 AND "
-            "length(payload_hash) = 64 AND payload_hash NOT GLOB '*[^0-9a-f]*')) IS 1"
+            "((payload_hash IS NULL OR (typeof(payload_hash) = 'text' AND length(payload_hash) = 64 AND "
+            "length(CAST(payload_hash AS BLOB)) = 64 AND payload_hash NOT GLOB '*[^0-9a-f]*')) IS TRUE)"
         ),
-        "(payload_hash IS NULL OR (length(payload_hash) = 64 AND payload_hash !~ '[^0-9a-f]')) IS true",
+        "((payload_hash IS NULL OR (length(payload_hash) = 64 AND payload_hash !~ '[^0-9a-f]')) IS TRUE)",
     ),
     (
         "ck_tsg_tasks_expects_heartbeat",
-        "(expects_heartbeat IS 1 OR timeout_seconds IS NOT NULL) IS 1",
-        "(expects_heartbeat IS true OR timeout_seconds IS NOT NULL) IS true",
+        "(((expects_heartbeat IS TRUE) OR timeout_seconds IS NOT NULL) IS TRUE)",
+        "(((expects_heartbeat IS TRUE) OR timeout_seconds IS NOT NULL) IS TRUE)",
     ),
     (
         "ck_tsg_tasks_lifecycle",
         (
-            "(status = 'queued' AND started_at IS NULL AND ended_at IS NULL OR status = 'running' AND started_at "
-            "IS NOT NULL AND ended_at IS NULL OR status IN ('succeeded', 'failed', 'timed_out', 'cancelled') AND "
-            "ended_at IS NOT NULL) IS 1"
+            "((status = 'queued' AND started_at IS NULL AND ended_at IS NULL OR status = 'running' AND "
+            "started_at IS NOT NULL AND ended_at IS NULL OR (status = 'succeeded' OR status = 'failed' OR "
+            "status = 'timed_out' OR status = 'cancelled') AND ended_at IS NOT NULL) IS TRUE)"
         ),
         (
-            "(status = 'queued' AND started_at IS NULL AND ended_at IS NULL OR status = 'running' AND started_at "
-            "IS NOT NULL AND ended_at IS NULL OR status IN ('succeeded', 'failed', 'timed_out', 'cancelled') AND "
-            "ended_at IS NOT NULL) IS true"
+            "((status = 'queued' AND started_at IS NULL AND ended_at IS NULL OR status = 'running' AND "
+            "started_at IS NOT NULL AND ended_at IS NULL OR (status = 'succeeded' OR status = 'failed' OR "
+            "status = 'timed_out' OR status = 'cancelled') AND ended_at IS NOT NULL) IS TRUE)"
         ),
     ),
     (
         "ck_tsg_tasks_terminal_code",
         (
-            "(terminal_code IS NULL OR status = 'succeeded' AND terminal_code IN ('completed', "
-            "'worker_completed') OR status = 'failed' AND terminal_code IN ('worker_failed') OR status = "
-            "'timed_out' AND terminal_code IN ('deadline_exceeded', 'restart_stale') OR status = 'cancelled' AND "
-            "terminal_code IN ('caller_cancelled')) IS 1"
+            "((terminal_code IS NULL OR status = 'succeeded' AND (terminal_code = 'completed' OR "
+            "terminal_code = 'worker_completed') OR status = 'failed' AND terminal_code = 'worker_failed' OR "
+            "status = 'timed_out' AND (terminal_code = 'deadline_exceeded' OR terminal_code = "
+            "'restart_stale') OR status = 'cancelled' AND terminal_code = 'caller_cancelled') IS TRUE)"
         ),
         (
-            "(terminal_code IS NULL OR status = 'succeeded' AND terminal_code IN ('completed', "
-            "'worker_completed') OR status = 'failed' AND terminal_code IN ('worker_failed') OR status = "
-            "'timed_out' AND terminal_code IN ('deadline_exceeded', 'restart_stale') OR status = 'cancelled' AND "
-            "terminal_code IN ('caller_cancelled')) IS true"
+            "((terminal_code IS NULL OR status = 'succeeded' AND (terminal_code = 'completed' OR "
+            "terminal_code = 'worker_completed') OR status = 'failed' AND terminal_code = 'worker_failed' OR "
+            "status = 'timed_out' AND (terminal_code = 'deadline_exceeded' OR terminal_code = "
+            "'restart_stale') OR status = 'cancelled' AND terminal_code = 'caller_cancelled') IS TRUE)"
         ),
     ),
     (
         "ck_tsg_tasks_delivery",
         (
-            "(delivery_status = 'pending' OR status IN ('succeeded', 'failed', 'timed_out', 'cancelled') AND "
-            "delivery_required IS 1 AND delivery_status IN ('delivered', 'failed') OR status IN ('succeeded', "
-            "'failed', 'timed_out', 'cancelled') AND delivery_required IS NOT 1 AND delivery_status = "
-            "'not_applicable') IS 1"
+            "((delivery_status = 'pending' OR (status = 'succeeded' OR status = 'failed' OR status = "
+            "'timed_out' OR status = 'cancelled') AND (delivery_required IS TRUE) AND (delivery_status = "
+            "'delivered' OR delivery_status = 'failed') OR (status = 'succeeded' OR status = 'failed' OR "
+            "status = 'timed_out' OR status = 'cancelled') AND (delivery_required IS NOT TRUE) AND "
+            "delivery_status = 'not_applicable') IS TRUE)"
         ),
         (
-            "(delivery_status = 'pending' OR status IN ('succeeded', 'failed', 'timed_out', 'cancelled') AND "
-            "delivery_required IS true AND delivery_status IN ('delivered', 'failed') OR status IN ('succeeded', "
-            "'failed', 'timed_out', 'cancelled') AND delivery_required IS NOT true AND delivery_status = "
-            "'not_applicable') IS true"
+            "((delivery_status = 'pending' OR (status = 'succeeded' OR status = 'failed' OR status = "
+            "'timed_out' OR status = 'cancelled') AND (delivery_required IS TRUE) AND (delivery_status = "
+            "'delivered' OR delivery_status = 'failed') OR (status = 'succeeded' OR status = 'failed' OR "
+            "status = 'timed_out' OR status = 'cancelled') AND (delivery_required IS NOT TRUE) AND "
+            "delivery_status = 'not_applicable') IS TRUE)"
         ),
     ),
     (
         "ck_tsg_tasks_delivery_code",
         (
-            "(delivery_code IS NULL OR delivery_status = 'delivered' AND delivery_code IN "
-            "('transport_acknowledged') OR delivery_status = 'failed' AND delivery_code IN "
-            "('delivery_grace_expired', 'transport_failed') OR delivery_status = 'not_applicable' AND "
-            "delivery_code IN ('internal_task')) IS 1"
+            "((delivery_code IS NULL OR delivery_status = 'delivered' AND delivery_code = "
+            "'transport_acknowledged' OR delivery_status = 'failed' AND (delivery_code = "
+            "'delivery_grace_expired' OR delivery_code = 'transport_failed') OR delivery_status = "
+            "'not_applicable' AND delivery_code = 'internal_task') IS TRUE)"
         ),
         (
-            "(delivery_code IS NULL OR delivery_status = 'delivered' AND delivery_code IN "
-            "('transport_acknowledged') OR delivery_status = 'failed' AND delivery_code IN "
-            "('delivery_grace_expired', 'transport_failed') OR delivery_status = 'not_applicable' AND "
-            "delivery_code IN ('internal_task')) IS true"
+            "((delivery_code IS NULL OR delivery_status = 'delivered' AND delivery_code = "
+            "'transport_acknowledged' OR delivery_status = 'failed' AND (delivery_code = "
+            "'delivery_grace_expired' OR delivery_code = 'transport_failed') OR delivery_status = "
+            "'not_applicable' AND delivery_code = 'internal_task') IS TRUE)"
         ),
     ),
     (
         "ck_tsg_tasks_version",
         (
-            "((typeof(version) = 'integer') AND (started_at IS NULL AND version = CASE WHEN (status IN "
-            "('succeeded', 'failed', 'timed_out', 'cancelled')) THEN 1 ELSE 0 END + CASE WHEN (delivery_status !="
-            " 'pending') THEN 1 ELSE 0 END OR started_at IS NOT NULL AND version = CASE WHEN (status IN "
-            "('succeeded', 'failed', 'timed_out', 'cancelled')) THEN 1 ELSE 0 END + CASE WHEN (delivery_status !="
-            " 'pending') THEN 1 ELSE 0 END + 1 OR started_at IS NOT NULL AND expects_heartbeat IS 1 AND version >"
-            " CASE WHEN (status IN ('succeeded', 'failed', 'timed_out', 'cancelled')) THEN 1 ELSE 0 END + CASE "
-            "WHEN (delivery_status != 'pending') THEN 1 ELSE 0 END + 1)) IS 1"
+            "(((typeof(version) = 'integer') AND (started_at IS NULL AND version = 0 + CASE WHEN (status = "
+            "'succeeded' OR status = 'failed' OR status = 'timed_out' OR status = 'cancelled') THEN 1 ELSE 0 "
+            "END + CASE WHEN (delivery_status != 'pending') THEN 1 ELSE 0 END OR started_at IS NOT NULL AND "
+            "version = 1 + CASE WHEN (status = 'succeeded' OR status = 'failed' OR status = 'timed_out' OR "
+            "status = 'cancelled') THEN 1 ELSE 0 END + CASE WHEN (delivery_status != 'pending') THEN 1 ELSE "
+            "0 END OR started_at IS NOT NULL AND (expects_heartbeat IS TRUE) AND version > 1 + CASE WHEN "
+            "(status = 'succeeded' OR status = 'failed' OR status = 'timed_out' OR status = 'cancelled') "
+            "THEN 1 ELSE 0 END + CASE WHEN (delivery_status != 'pending') THEN 1 ELSE 0 END)) IS TRUE)"
         ),
         (
-            "((version IS NOT NULL) AND (started_at IS NULL AND version = CASE WHEN (status IN ('succeeded', "
-            "'failed', 'timed_out', 'cancelled')) THEN 1 ELSE 0 END + CASE WHEN (delivery_status != 'pending') "
-            "THEN 1 ELSE 0 END OR started_at IS NOT NULL AND version = CASE WHEN (status IN ('succeeded', "
-            "'failed', 'timed_out', 'cancelled')) THEN 1 ELSE 0 END + CASE WHEN (delivery_status != 'pending') "
-            "THEN 1 ELSE 0 END + 1 OR started_at IS NOT NULL AND expects_heartbeat IS true AND version > CASE "
-            "WHEN (status IN ('succeeded', 'failed', 'timed_out', 'cancelled')) THEN 1 ELSE 0 END + CASE WHEN "
-            "(delivery_status != 'pending') THEN 1 ELSE 0 END + 1)) IS true"
+            "(((version IS NOT NULL) AND (started_at IS NULL AND version = 0 + CASE WHEN (status = "
+            "'succeeded' OR status = 'failed' OR status = 'timed_out' OR status = 'cancelled') THEN 1 ELSE 0 "
+            "END + CASE WHEN (delivery_status != 'pending') THEN 1 ELSE 0 END OR started_at IS NOT NULL AND "
+            "version = 1 + CASE WHEN (status = 'succeeded' OR status = 'failed' OR status = 'timed_out' OR "
+            "status = 'cancelled') THEN 1 ELSE 0 END + CASE WHEN (delivery_status != 'pending') THEN 1 ELSE "
+            "0 END OR started_at IS NOT NULL AND (expects_heartbeat IS TRUE) AND version > 1 + CASE WHEN "
+            "(status = 'succeeded' OR status = 'failed' OR status = 'timed_out' OR status = 'cancelled') "
+            "THEN 1 ELSE 0 END + CASE WHEN (delivery_status != 'pending') THEN 1 ELSE 0 END)) IS TRUE)"
         ),
     ),
     (
         "ck_tsg_tasks_timeout_seconds",
         (
-            "(timeout_seconds IS NULL OR (typeof(timeout_seconds) = 'real' AND timeout_seconds BETWEEN "
-            "-1.7976931348623157e308 AND 1.7976931348623157e308) AND timeout_seconds >= 0) IS 1"
+            "((timeout_seconds IS NULL OR (typeof(timeout_seconds) = 'real' AND timeout_seconds BETWEEN "
+            "-1.7976931348623157e308 AND 1.7976931348623157e308) AND timeout_seconds >= 0) IS TRUE)"
         ),
         (
-            "(timeout_seconds IS NULL OR (timeout_seconds > '-Infinity'::float8 AND timeout_seconds < "
-            "'Infinity'::float8) AND timeout_seconds >= 0) IS true"
+            "((timeout_seconds IS NULL OR (timeout_seconds > '-Infinity'::float8 AND timeout_seconds < "
+            "'Infinity'::float8) AND timeout_seconds >= 0) IS TRUE)"
         ),
     ),
     (
         "ck_tsg_tasks_finite",
         (
-            "((typeof(created_at) = 'real' AND created_at BETWEEN -1.7976931348623157e308 AND "
+            "(((typeof(created_at) = 'real' AND created_at BETWEEN -1.7976931348623157e308 AND "
             "1.7976931348623157e308) AND (typeof(updated_at) = 'real' AND updated_at BETWEEN "
-            "-1.7976931348623157e308 AND 1.7976931348623157e308) AND (typeof(delivery_updated_at) = 'real' AND "
-            "delivery_updated_at BETWEEN -1.7976931348623157e308 AND 1.7976931348623157e308) AND (started_at IS "
-            "NULL OR (typeof(started_at) = 'real' AND started_at BETWEEN -1.7976931348623157e308 AND "
-            "1.7976931348623157e308)) AND (ended_at IS NULL OR (typeof(ended_at) = 'real' AND ended_at BETWEEN "
-            "-1.7976931348623157e308 AND 1.7976931348623157e308)) AND (deadline_at IS NULL OR "
-            "(typeof(deadline_at) = 'real' AND deadline_at BETWEEN -1.7976931348623157e308 AND "
-            "1.7976931348623157e308))) IS 1"
+            "-1.7976931348623157e308 AND 1.7976931348623157e308) AND (typeof(delivery_updated_at) = 'real' "
+            "AND delivery_updated_at BETWEEN -1.7976931348623157e308 AND 1.7976931348623157e308) AND "
+            "(started_at IS NULL OR (typeof(started_at) = 'real' AND started_at BETWEEN "
+            "-1.7976931348623157e308 AND 1.7976931348623157e308)) AND (ended_at IS NULL OR (typeof(ended_at) "
+            "= 'real' AND ended_at BETWEEN -1.7976931348623157e308 AND 1.7976931348623157e308)) AND "
+            "(deadline_at IS NULL OR (typeof(deadline_at) = 'real' AND deadline_at BETWEEN "
+            "-1.7976931348623157e308 AND 1.7976931348623157e308))) IS TRUE)"
         ),
         (
-            "((created_at > '-Infinity'::float8 AND created_at < 'Infinity'::float8) AND (updated_at > "
+            "(((created_at > '-Infinity'::float8 AND created_at < 'Infinity'::float8) AND (updated_at > "
             "'-Infinity'::float8 AND updated_at < 'Infinity'::float8) AND (delivery_updated_at > "
             "'-Infinity'::float8 AND delivery_updated_at < 'Infinity'::float8) AND (started_at IS NULL OR "
-            "(started_at > '-Infinity'::float8 AND started_at < 'Infinity'::float8)) AND (ended_at IS NULL OR "
-            "(ended_at > '-Infinity'::float8 AND ended_at < 'Infinity'::float8)) AND (deadline_at IS NULL OR "
-            "(deadline_at > '-Infinity'::float8 AND deadline_at < 'Infinity'::float8))) IS true"
+            "(started_at > '-Infinity'::float8 AND started_at < 'Infinity'::float8)) AND (ended_at IS NULL "
+            "OR (ended_at > '-Infinity'::float8 AND ended_at < 'Infinity'::float8)) AND (deadline_at IS NULL "
+            "OR (deadline_at > '-Infinity'::float8 AND deadline_at < 'Infinity'::float8))) IS TRUE)"
         ),
     ),
     (
         "ck_tsg_tasks_started_at",
-        "(started_at IS NULL OR created_at <= started_at) IS 1",
-        "(started_at IS NULL OR created_at <= started_at) IS true",
+        "((started_at IS NULL OR created_at <= started_at) IS TRUE)",
+        "((started_at IS NULL OR created_at <= started_at) IS TRUE)",
     ),
     (
         "ck_tsg_tasks_updated_at",
         (
-            "CASE WHEN (ended_at IS NOT NULL) THEN updated_at = ended_at WHEN (started_at IS NULL) THEN "
+            "(CASE WHEN (ended_at IS NOT NULL) THEN updated_at = ended_at WHEN (started_at IS NULL) THEN "
             "updated_at = created_at WHEN (version = 1) THEN updated_at = started_at ELSE updated_at >= "
-            "started_at END IS 1"
+            "started_at END IS TRUE)"
         ),
         (
-            "CASE WHEN (ended_at IS NOT NULL) THEN updated_at = ended_at WHEN (started_at IS NULL) THEN "
+            "(CASE WHEN (ended_at IS NOT NULL) THEN updated_at = ended_at WHEN (started_at IS NULL) THEN "
             "updated_at = created_at WHEN (version = 1) THEN updated_at = started_at ELSE updated_at >= "
-            "started_at END IS true"
+            "started_at END IS TRUE)"
         ),
     ),
     (
         "ck_tsg_tasks_ended_at",
-        "(ended_at IS NULL OR coalesce(started_at, created_at) <= ended_at) IS 1",
-        "(ended_at IS NULL OR coalesce(started_at, created_at) <= ended_at) IS true",
+        "((ended_at IS NULL OR coalesce(started_at, created_at) <= ended_at) IS TRUE)",
+        "((ended_at IS NULL OR coalesce(started_at, created_at) <= ended_at) IS TRUE)",
     ),
     (
         "ck_tsg_tasks_deadline_at",
         (
-            "CASE WHEN (started_at IS NULL OR timeout_seconds IS NULL) THEN deadline_at IS NULL ELSE deadline_at "
-            "IS NOT NULL AND deadline_at = started_at + timeout_seconds END IS 1"
+            "(CASE WHEN (started_at IS NULL OR timeout_seconds IS NULL) THEN deadline_at IS NULL ELSE "
+            "deadline_at IS NOT NULL AND deadline_at = started_at + timeout_seconds END IS TRUE)"
         ),
         (
-            "CASE WHEN (started_at IS NULL OR timeout_seconds IS NULL) THEN deadline_at IS NULL ELSE deadline_at "
-            "IS NOT NULL AND deadline_at = started_at + timeout_seconds END IS true"
+            "(CASE WHEN (started_at IS NULL OR timeout_seconds IS NULL) THEN deadline_at IS NULL ELSE "
+            "deadline_at IS NOT NULL AND deadline_at = started_at + timeout_seconds END IS TRUE)"
         ),
     ),
     (
         "ck_tsg_tasks_delivery_updated_at",
         (
-            "CASE WHEN (delivery_status = 'pending') THEN delivery_updated_at = created_at ELSE "
-            "delivery_updated_at >= ended_at END IS 1"
+            "((delivery_status = 'pending' AND delivery_updated_at = created_at OR delivery_status != "
+            "'pending' AND delivery_updated_at >= ended_at) IS TRUE)"
         ),
         (
-            "CASE WHEN (delivery_status = 'pending') THEN delivery_updated_at = created_at ELSE "
-            "delivery_updated_at >= ended_at END IS true"
+            "((delivery_status = 'pending' AND delivery_updated_at = created_at OR delivery_status != "
+            "'pending' AND delivery_updated_at >= ended_at) IS TRUE)"
         ),
     ),
 )
@@ -231,50 +247,53 @@ TASK_CHECKS = (
 EVENT_CHECKS = (
     (
         "ck_tsg_task_events_number",
-        "(typeof(number) = 'integer') IS 1",
-        "(number IS NOT NULL) IS true",
+        "((typeof(number) = 'integer') IS TRUE)",
+        "((number IS NOT NULL) IS TRUE)",
     ),
     (
         "ck_tsg_task_events_kind",
-        "(kind IN ('created', 'task_transition', 'delivery_transition')) IS 1",
-        "(kind IN ('created', 'task_transition', 'delivery_transition')) IS true",
+        "((kind = 'created' OR kind = 'task_transition' OR kind = 'delivery_transition') IS TRUE)",
+        "((kind = 'created' OR kind = 'task_transition' OR kind = 'delivery_transition') IS TRUE)",
     ),
     (
         "ck_tsg_task_events_occurred_at",
         (
-            "(typeof(occurred_at) = 'real' AND occurred_at BETWEEN -1.7976931348623157e308 AND "
-            "1.7976931348623157e308) IS 1"
+            "((typeof(occurred_at) = 'real' AND occurred_at BETWEEN -1.7976931348623157e308 AND "
+            "1.7976931348623157e308) IS TRUE)"
         ),
-        "(occurred_at > '-Infinity'::float8 AND occurred_at < 'Infinity'::float8) IS true",
+        "((occurred_at > '-Infinity'::float8 AND occurred_at < 'Infinity'::float8) IS TRUE)",
     ),
     (
         "ck_tsg_task_events_transition",
         (
-            "CASE WHEN (kind = 'created') THEN number = 0 AND from_status IS NULL AND to_status = 'queued' AND "
-            "code = 'created' WHEN (kind = 'task_transition') THEN number = 1 AND from_status = 'queued' AND "
-            "to_status = 'running' AND code = 'started' OR (number = 1 AND from_status = 'queued' OR number = 2 "
-            "AND from_status = 'running') AND to_status IN ('succeeded', 'failed', 'timed_out', 'cancelled') AND "
-            "(code IS NULL OR to_status = 'succeeded' AND code IN ('completed', 'worker_completed') OR to_status "
-            "= 'failed' AND code IN ('worker_failed') OR to_status = 'timed_out' AND code IN "
-            "('deadline_exceeded', 'restart_stale') OR to_status = 'cancelled' AND code IN ('caller_cancelled')) "
-            "WHEN (kind = 'delivery_transition') THEN number IN (2, 3) AND from_status = 'pending' AND to_status "
-            "IN ('delivered', 'failed', 'not_applicable') AND (code IS NULL OR to_status = 'delivered' AND code "
-            "IN ('transport_acknowledged') OR to_status = 'failed' AND code IN ('delivery_grace_expired', "
-            "'transport_failed') OR to_status = 'not_applicable' AND code IN ('internal_task')) ELSE 0 END IS 1"
+            "(CASE WHEN (kind = 'created') THEN number = 0 AND from_status IS NULL AND to_status = 'queued' "
+            "AND code = 'created' WHEN (kind = 'task_transition') THEN number = 1 AND from_status = 'queued' "
+            "AND to_status = 'running' AND code = 'started' OR (number = 1 AND from_status = 'queued' OR "
+            "number = 2 AND from_status = 'running') AND (to_status = 'succeeded' OR to_status = 'failed' OR "
+            "to_status = 'timed_out' OR to_status = 'cancelled') AND (code IS NULL OR to_status = "
+            "'succeeded' AND (code = 'completed' OR code = 'worker_completed') OR to_status = 'failed' AND "
+            "code = 'worker_failed' OR to_status = 'timed_out' AND (code = 'deadline_exceeded' OR code = "
+            "'restart_stale') OR to_status = 'cancelled' AND code = 'caller_cancelled') WHEN (kind = "
+            "'delivery_transition') THEN number IN (2, 3) AND from_status = 'pending' AND (to_status = "
+            "'delivered' OR to_status = 'failed' OR to_status = 'not_applicable') AND (code IS NULL OR "
+            "to_status = 'delivered' AND code = 'transport_acknowledged' OR to_status = 'failed' AND (code = "
+            "'delivery_grace_expired' OR code = 'transport_failed') OR to_status = 'not_applicable' AND code "
+            "= 'internal_task') ELSE 0 END IS TRUE)"
         ),
         (
-            "CASE WHEN (kind = 'created') THEN number = 0 AND from_status IS NULL AND to_status = 'queued' AND "
-            "code = 'created' WHEN (kind = 'task_transition') THEN number = 1 AND from_status = 'queued' AND "
-            "to_status = 'running' AND code = 'started' OR (number = 1 AND from_status = 'queued' OR number = 2 "
-            "AND from_status = 'running') AND to_status IN ('succeeded', 'failed', 'timed_out', 'cancelled') AND "
-            "(code IS NULL OR to_status = 'succeeded' AND code IN ('completed', 'worker_completed') OR to_status "
-            "= 'failed' AND code IN ('worker_failed') OR to_status = 'timed_out' AND code IN "
-            "('deadline_exceeded', 'restart_stale') OR to_status = 'cancelled' AND code IN ('caller_cancelled')) "
-            "WHEN (kind = 'delivery_transition') THEN number IN (2, 3) AND from_status = 'pending' AND to_status "
-            "IN ('delivered', 'failed', 'not_applicable') AND (code IS NULL OR to_status = 'delivered' AND code "
-            "IN ('transport_acknowledged') OR to_status = 'failed' AND code IN ('delivery_grace_expired', "
-            "'transport_failed') OR to_status = 'not_applicable' AND code IN ('internal_task')) ELSE false END IS"
-            " true"
+            "(CASE WHEN (kind = 'created') THEN number = 0 AND from_status IS NULL AND to_status = 'queued' "
+            "AND code = 'created' WHEN (kind = 'task_transition') THEN number = 1 AND from_status = 'queued' "
+            "AND to_status = 'running' AND code = 'started' OR (number = 1 AND from_status = 'queued' OR "
+            "number = 2 AND from_status = 'running') AND (to_status = 'succeeded' OR to_status = 'failed' OR "
+            "to_status = 'timed_out' OR to_status = 'cancelled') AND (code IS NULL OR to_status = "
+            "'succeeded' AND (code = 'completed' OR code = 'worker_completed') OR to_status = 'failed' AND "
+            "code = 'worker_failed' OR to_status = 'timed_out' AND (code = 'deadline_exceeded' OR code = "
+            "'restart_stale') OR to_status = 'cancelled' AND code = 'caller_cancelled') WHEN (kind = "
+            "'delivery_transition') THEN number IN (2, 3) AND from_status = 'pending' AND (to_status = "
+            "'delivered' OR to_status = 'failed' OR to_status = 'not_applicable') AND (code IS NULL OR "
+            "to_status = 'delivered' AND code = 'transport_acknowledged' OR to_status = 'failed' AND (code = "
+            "'delivery_grace_expired' OR code = 'transport_failed') OR to_status = 'not_applicable' AND code "
+            "= 'internal_task') ELSE false END IS TRUE)"
         ),
     ),
 )
@@ -285,7 +304,10 @@ COPIED = (
     "delivery_updated_at, terminal_code, delivery_code, version"
 )
 ACTIVE = "status IN ('queued', 'running')"
-PENDING = "delivery_status = 'pending' AND status IN ('succeeded', 'failed', 'timed_out', 'cancelled')"
+PENDING = (
+    "delivery_status = 'pending' AND (status = 'succeeded' OR status = 'failed' OR status = 'timed_out' OR "
+    "status = 'cancelled')"
+)
 
 
 REFERRED_TO_ON_POSTGRESQL = (

@@ -43,32 +43,36 @@ GUARDS = (
         "tsg_tasks",
         (
             "CREATE TRIGGER tsg_tasks_status_guard BEFORE UPDATE OF status ON tsg_tasks FOR EACH ROW WHEN "
-            "OLD.status IS NOT NEW.status AND NOT ((OLD.status = 'queued' AND NEW.status IN ('running', "
-            "'succeeded', 'failed', 'timed_out', 'cancelled')) OR (OLD.status = 'running' AND NEW.status IN "
-            "('succeeded', 'failed', 'timed_out', 'cancelled'))) BEGIN SELECT RAISE(ABORT, "
+            "OLD.status IS NOT NEW.status AND NOT ((OLD.status = 'queued' AND (NEW.status = 'running' OR "
+            "NEW.status = 'succeeded' OR NEW.status = 'failed' OR NEW.status = 'timed_out' OR NEW.status = "
+            "'cancelled')) OR (OLD.status = 'running' AND (NEW.status = 'succeeded' OR NEW.status = 'failed' "
+            "OR NEW.status = 'timed_out' OR NEW.status = 'cancelled'))) BEGIN SELECT RAISE(ABORT, "
             "'tsg_tasks_status_guard'); END"
         ),
         (
             "CREATE TRIGGER tsg_tasks_status_guard BEFORE UPDATE OF status ON tsg_tasks FOR EACH ROW WHEN "
-            "(OLD.status IS DISTINCT FROM NEW.status AND NOT ((OLD.status = 'queued' AND NEW.status IN "
-            "('running', 'succeeded', 'failed', 'timed_out', 'cancelled')) OR (OLD.status = 'running' AND "
-            "NEW.status IN ('succeeded', 'failed', 'timed_out', 'cancelled')))) EXECUTE FUNCTION tsg_refuse()"
+            "(OLD.status IS DISTINCT FROM NEW.status AND NOT ((OLD.status = 'queued' AND (NEW.status = "
+            "'running' OR NEW.status = 'succeeded' OR NEW.status = 'failed' OR NEW.status = 'timed_out' OR "
+            "NEW.status = 'cancelled')) OR (OLD.status = 'running' AND (NEW.status = 'succeeded' OR "
+            "NEW.status = 'failed' OR NEW.status = 'timed_out' OR NEW.status = 'cancelled')))) EXECUTE "
+            "FUNCTION tsg_refuse()"
         ),
     ),
     (
         "tsg_tasks_delivery_guard",
         "tsg_tasks",
         (
-            "CREATE TRIGGER tsg_tasks_delivery_guard BEFORE UPDATE OF delivery_status ON tsg_tasks FOR EACH ROW "
-            "WHEN OLD.delivery_status IS NOT NEW.delivery_status AND NOT ((OLD.delivery_status = 'pending' AND "
-            "NEW.delivery_status IN ('delivered', 'failed', 'not_applicable'))) BEGIN SELECT RAISE(ABORT, "
+            "CREATE TRIGGER tsg_tasks_delivery_guard BEFORE UPDATE OF delivery_status ON tsg_tasks FOR EACH "
+            "ROW WHEN OLD.delivery_status IS NOT NEW.delivery_status AND NOT ((OLD.delivery_status = "
+            "'pending' AND (NEW.delivery_status = 'delivered' OR NEW.delivery_status = 'failed' OR "
+            "NEW.delivery_status = 'not_applicable'))) BEGIN SELECT RAISE(ABORT, "
             "'tsg_tasks_delivery_guard'); END"
         ),
         (
-            "CREATE TRIGGER tsg_tasks_delivery_guard BEFORE UPDATE OF delivery_status ON tsg_tasks FOR EACH ROW "
-            "WHEN (OLD.delivery_status IS DISTINCT FROM NEW.delivery_status AND NOT ((OLD.delivery_status = "
-            "'pending' AND NEW.delivery_status IN ('delivered', 'failed', 'not_applicable')))) EXECUTE FUNCTION "
-            "tsg_refuse()"
+            "CREATE TRIGGER tsg_tasks_delivery_guard BEFORE UPDATE OF delivery_status ON tsg_tasks FOR EACH "
+            "ROW WHEN (OLD.delivery_status IS DISTINCT FROM NEW.delivery_status AND NOT "
+            "((OLD.delivery_status = 'pending' AND (NEW.delivery_status = 'delivered' OR NEW.delivery_status "
+            "= 'failed' OR NEW.delivery_status = 'not_applicable')))) EXECUTE FUNCTION tsg_refuse()"
         ),
     ),
     (
@@ -76,19 +80,19 @@ GUARDS = (
         "tsg_tasks",
         (
             "CREATE TRIGGER tsg_tasks_immutable_guard BEFORE UPDATE OF pk, id, parent_id, delivery_required, "
-            "payload_hash, timeout_seconds, created_at ON tsg_tasks FOR EACH ROW WHEN OLD.pk IS NOT NEW.pk OR "
-            "OLD.id IS NOT NEW.id OR OLD.parent_id IS NOT NEW.parent_id OR OLD.delivery_required IS NOT "
+            "payload_hash, timeout_seconds, created_at ON tsg_tasks FOR EACH ROW WHEN OLD.pk IS NOT NEW.pk "
+            "OR OLD.id IS NOT NEW.id OR OLD.parent_id IS NOT NEW.parent_id OR OLD.delivery_required IS NOT "
             "NEW.delivery_required OR OLD.payload_hash IS NOT NEW.payload_hash OR OLD.timeout_seconds IS NOT "
             "NEW.timeout_seconds OR OLD.created_at IS NOT NEW.created_at BEGIN SELECT RAISE(ABORT, "
             "'tsg_tasks_immutable_guard'); END"
         ),
         (
             "CREATE TRIGGER tsg_tasks_immutable_guard BEFORE UPDATE OF pk, id, parent_id, delivery_required, "
-            "payload_hash, timeout_seconds, created_at ON tsg_tasks FOR EACH ROW WHEN (OLD.pk IS DISTINCT FROM "
-            "NEW.pk OR OLD.id IS DISTINCT FROM NEW.id OR OLD.parent_id IS DISTINCT FROM NEW.parent_id OR "
-            "OLD.delivery_required IS DISTINCT FROM NEW.delivery_required OR OLD.payload_hash IS DISTINCT FROM "
-            "NEW.payload_hash OR OLD.timeout_seconds IS DISTINCT FROM NEW.timeout_seconds OR OLD.created_at IS "
-            "DISTINCT FROM NEW.created_at) EXECUTE FUNCTION tsg_refuse()"
+            "payload_hash, timeout_seconds, created_at ON tsg_tasks FOR EACH ROW WHEN (OLD.pk IS DISTINCT "
+            "FROM NEW.pk OR OLD.id IS DISTINCT FROM NEW.id OR OLD.parent_id IS DISTINCT FROM NEW.parent_id "
+            "OR OLD.delivery_required IS DISTINCT FROM NEW.delivery_required OR OLD.payload_hash IS DISTINCT "
+            "FROM NEW.payload_hash OR OLD.timeout_seconds IS DISTINCT FROM NEW.timeout_seconds OR "
+            "OLD.created_at IS DISTINCT FROM NEW.created_at) EXECUTE FUNCTION tsg_refuse()"
         ),
     ),
     (
@@ -96,35 +100,36 @@ GUARDS = (
         "tsg_tasks",
         (
             "CREATE TRIGGER tsg_tasks_written_once_guard BEFORE UPDATE OF started_at, deadline_at, ended_at, "
-            "terminal_code, delivery_updated_at, delivery_code ON tsg_tasks FOR EACH ROW WHEN (OLD.started_at IS "
-            "NOT NULL AND OLD.started_at IS NOT NEW.started_at) OR (OLD.started_at IS NOT NULL AND "
-            "OLD.deadline_at IS NOT NEW.deadline_at) OR (OLD.ended_at IS NOT NULL AND OLD.ended_at IS NOT "
-            "NEW.ended_at) OR (OLD.ended_at IS NOT NULL AND OLD.terminal_code IS NOT NEW.terminal_code) OR "
-            "(OLD.delivery_status IS NOT 'pending' AND OLD.delivery_updated_at IS NOT NEW.delivery_updated_at) OR"
-            " (OLD.delivery_status IS NOT 'pending' AND OLD.delivery_code IS NOT NEW.delivery_code) BEGIN SELECT "
-            "RAISE(ABORT, 'tsg_tasks_written_once_guard'); END"
+            "terminal_code, delivery_updated_at, delivery_code ON tsg_tasks FOR EACH ROW WHEN "
+            "(OLD.started_at IS NOT NULL AND OLD.started_at IS NOT NEW.started_at) OR (OLD.started_at IS NOT "
+            "NULL AND OLD.deadline_at IS NOT NEW.deadline_at) OR (OLD.ended_at IS NOT NULL AND OLD.ended_at "
+            "IS NOT NEW.ended_at) OR (OLD.ended_at IS NOT NULL AND OLD.terminal_code IS NOT "
+            "NEW.terminal_code) OR (OLD.delivery_status IS NOT 'pending' AND OLD.delivery_updated_at IS NOT "
+            "NEW.delivery_updated_at) OR (OLD.delivery_status IS NOT 'pending' AND OLD.delivery_code IS NOT "
+            "NEW.delivery_code) BEGIN SELECT RAISE(ABORT, 'tsg_tasks_written_once_guard'); END"
         ),
         (
             "CREATE TRIGGER tsg_tasks_written_once_guard BEFORE UPDATE OF started_at, deadline_at, ended_at, "
-            "terminal_code, delivery_updated_at, delivery_code ON tsg_tasks FOR EACH ROW WHEN ((OLD.started_at "
-            "NOTNULL AND OLD.started_at IS DISTINCT FROM NEW.started_at) OR (OLD.started_at NOTNULL AND "
-            "OLD.deadline_at IS DISTINCT FROM NEW.deadline_at) OR (OLD.ended_at NOTNULL AND OLD.ended_at IS "
-            "DISTINCT FROM NEW.ended_at) OR (OLD.ended_at NOTNULL AND OLD.terminal_code IS DISTINCT FROM "
-            "NEW.terminal_code) OR (OLD.delivery_status IS DISTINCT FROM 'pending' AND OLD.delivery_updated_at IS"
-            " DISTINCT FROM NEW.delivery_updated_at) OR (OLD.delivery_status IS DISTINCT FROM 'pending' AND "
-            "OLD.delivery_code IS DISTINCT FROM NEW.delivery_code)) EXECUTE FUNCTION tsg_refuse()"
+            "terminal_code, delivery_updated_at, delivery_code ON tsg_tasks FOR EACH ROW WHEN "
+            "((OLD.started_at NOTNULL AND OLD.started_at IS DISTINCT FROM NEW.started_at) OR (OLD.started_at "
+            "NOTNULL AND OLD.deadline_at IS DISTINCT FROM NEW.deadline_at) OR (OLD.ended_at NOTNULL AND "
+            "OLD.ended_at IS DISTINCT FROM NEW.ended_at) OR (OLD.ended_at NOTNULL AND OLD.terminal_code IS "
+            "DISTINCT FROM NEW.terminal_code) OR (OLD.delivery_status IS DISTINCT FROM 'pending' AND "
+            "OLD.delivery_updated_at IS DISTINCT FROM NEW.delivery_updated_at) OR (OLD.delivery_status IS "
+            "DISTINCT FROM 'pending' AND OLD.delivery_code IS DISTINCT FROM NEW.delivery_code)) EXECUTE "
+            "FUNCTION tsg_refuse()"
         ),
     ),
     (
         "tsg_task_events_update_guard",
         "tsg_task_events",
         (
-            "CREATE TRIGGER tsg_task_events_update_guard BEFORE UPDATE ON tsg_task_events FOR EACH ROW WHEN 1 "
-            "BEGIN SELECT RAISE(ABORT, 'tsg_task_events_update_guard'); END"
+            "CREATE TRIGGER tsg_task_events_update_guard BEFORE UPDATE ON tsg_task_events FOR EACH ROW WHEN "
+            "1 BEGIN SELECT RAISE(ABORT, 'tsg_task_events_update_guard'); END"
         ),
         (
-            "CREATE TRIGGER tsg_task_events_update_guard BEFORE UPDATE ON tsg_task_events FOR EACH ROW EXECUTE "
-            "FUNCTION tsg_refuse()"
+            "CREATE TRIGGER tsg_task_events_update_guard BEFORE UPDATE ON tsg_task_events FOR EACH ROW "
+            "EXECUTE FUNCTION tsg_refuse()"
         ),
     ),
     (
@@ -136,16 +141,16 @@ GUARDS = (
             "'tsg_task_events_delete_guard'); END"
         ),
         (
-            "CREATE TRIGGER tsg_task_events_delete_guard BEFORE DELETE ON tsg_task_events FOR EACH ROW EXECUTE "
-            "FUNCTION tsg_refuse_with_task()"
+            "CREATE TRIGGER tsg_task_events_delete_guard BEFORE DELETE ON tsg_task_events FOR EACH ROW "
+            "EXECUTE FUNCTION tsg_refuse_with_task()"
         ),
     ),
     (
         "tsg_tasks_replace_guard",
         "tsg_tasks",
         (
-            "CREATE TRIGGER tsg_tasks_replace_guard BEFORE INSERT ON tsg_tasks FOR EACH ROW WHEN EXISTS (SELECT 1"
-            " FROM tsg_tasks WHERE pk = NEW.pk OR id = NEW.id) BEGIN SELECT RAISE(ABORT, "
+            "CREATE TRIGGER tsg_tasks_replace_guard BEFORE INSERT ON tsg_tasks FOR EACH ROW WHEN EXISTS "
+            "(SELECT 1 FROM tsg_tasks WHERE pk = NEW.pk OR id = NEW.id) BEGIN SELECT RAISE(ABORT, "
             "'tsg_tasks_replace_guard'); END"
         ),
         None,
@@ -155,8 +160,8 @@ GUARDS = (
         "tsg_task_events",
         (
             "CREATE TRIGGER tsg_task_events_replace_guard BEFORE INSERT ON tsg_task_events FOR EACH ROW WHEN "
-            "EXISTS (SELECT 1 FROM tsg_task_events WHERE task_pk = NEW.task_pk AND number = NEW.number) BEGIN "
-            "SELECT RAISE(ABORT, 'tsg_task_events_replace_guard'); END"
+            "EXISTS (SELECT 1 FROM tsg_task_events WHERE task_pk = NEW.task_pk AND number = NEW.number) "
+            "BEGIN SELECT RAISE(ABORT, 'tsg_task_events_replace_guard'); END"
         ),
         None,
     ),
