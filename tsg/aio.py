@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
-from tsg import doctor, reconcile
+from tsg import doctor, prune, reconcile
 from tsg.engine import refusing
 from tsg.errors import InvalidInput, StateConflict
 from tsg.ledger import Ledger, StorageInfo
+from tsg.listing import Progress
 from tsg.records import TaskRecord
 
 if TYPE_CHECKING:
@@ -91,6 +92,10 @@ class AsyncLedger:
         """As :meth:`tsg.Ledger.heartbeat`."""
         return await self._run(lambda ledger: ledger.heartbeat(task_id))
 
+    async def heartbeat_many(self, task_ids: Iterable[object]) -> list[str]:
+        """As :meth:`tsg.Ledger.heartbeat_many`."""
+        return await self._run(lambda ledger: ledger.heartbeat_many(task_ids))
+
     async def close_task(self, task_id: object, status: object, *, code: object = None) -> TaskRecord:
         """As :meth:`tsg.Ledger.close_task`."""
         return await self._run(lambda ledger: ledger.close_task(task_id, status, code=code))
@@ -107,8 +112,10 @@ class AsyncLedger:
         dry_run: bool = False,
         skip_conflicts: bool = False,
         parent_id: object = None,
+        batch_size: int | None = None,
+        progress: Progress | None = None,
     ) -> reconcile.Report:
-        """As :meth:`tsg.Ledger.reconcile`."""
+        """As :meth:`tsg.Ledger.reconcile`; `progress` is called, not awaited."""
         return await self._run(
             lambda ledger: ledger.reconcile(
                 active_grace_seconds=active_grace_seconds,
@@ -116,12 +123,27 @@ class AsyncLedger:
                 dry_run=dry_run,
                 skip_conflicts=skip_conflicts,
                 parent_id=parent_id,
+                batch_size=batch_size,
+                progress=progress,
             )
         )
 
-    async def doctor(self) -> doctor.Report:
-        """As :meth:`tsg.Ledger.doctor`."""
-        return await self._run(Ledger.doctor)
+    async def prune(
+        self,
+        older_than_seconds: float,
+        batch_size: int = 5000,
+        *,
+        dry_run: bool = False,
+        progress: Progress | None = None,
+    ) -> prune.Report:
+        """As :meth:`tsg.Ledger.prune`; `progress` is called, not awaited."""
+        return await self._run(
+            lambda ledger: ledger.prune(older_than_seconds, batch_size, dry_run=dry_run, progress=progress)
+        )
+
+    async def doctor(self, *, progress: Progress | None = None) -> doctor.Report:
+        """As :meth:`tsg.Ledger.doctor`; `progress` is called, not awaited."""
+        return await self._run(lambda ledger: ledger.doctor(progress=progress))
 
     async def storage_info(self) -> StorageInfo:
         """As :meth:`tsg.Ledger.storage_info`."""

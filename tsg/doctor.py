@@ -18,6 +18,7 @@ from sqlalchemy.engine import Connection
 from tsg import reconcile, rules, schema
 from tsg.engine import is_autocommit, refusing, snapshot, unchecked
 from tsg.errors import StateConflict
+from tsg.listing import Progress
 from tsg.states import DeliveryStatus, TaskStatus
 from tsg.tables import task_events, tasks
 
@@ -82,8 +83,11 @@ FINDINGS: Final = (
 )
 
 
-def examine(target: Connection | reconcile.Session) -> Report:
+def examine(target: Connection | reconcile.Session, *, progress: Progress | None = None) -> Report:
     """Every check on the ledger that `target` is connected to, inside its transaction.
+
+    Args:
+        progress: called with how many steps are done and how many there are.
 
     Raises:
         Nothing for what is wrong with the ledger: that is what the report is for.
@@ -91,19 +95,28 @@ def examine(target: Connection | reconcile.Session) -> Report:
     with refusing():
         connection = reconcile.connection_of(target)
     counts: Counts = {"doctor_error_count": 0}
+    steps = len(CHECKS) + 2
+
+    def done(step: int) -> None:
+        if progress is not None:
+            progress(step, steps)
+
     with refusing(), snapshot(connection), unchecked(connection):
         file = _quick_check(connection)
+        done(1)
         version, exact = _schema(connection)
+        done(2)
         if not exact:
             counts["doctor_error_count"] = 1
         else:
-            for check in CHECKS:
+            for step, check in enumerate(CHECKS, 3):
                 try:
                     with _contained(connection):
                         counts |= check.counts(connection)
                 except sa.exc.DBAPIError:
                     # What could not be read is no proof of health; the report says so.
                     counts["doctor_error_count"] += 1
+                done(step)
     found = {heading: counts.get(heading, 0) for heading in FINDINGS}
     return Report(
         healthy=file != "failed" and exact and not any(found.values()),

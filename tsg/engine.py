@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeGuard, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy import event
@@ -25,8 +25,10 @@ from tsg.errors import InvalidInput, StateConflict
 
 __all__ = [
     "begun",
+    "driver_transaction",
     "enable_wal",
     "for_writing",
+    "is_own_sqlite",
     "make_engine",
     "reading",
     "refusing",
@@ -138,6 +140,29 @@ def transaction(source: Engine | Connection, isolation: str = READ_COMMITTED) ->
             connection.execution_options(isolation_level=isolation)
         with begun(connection):
             yield connection
+
+
+@contextmanager
+def driver_transaction(engine: Engine, mode: str = "") -> Iterator[sqlite3.Connection]:
+    """A transaction on an engine of ours over SQLite, of which only the driver knows; see :mod:`tsg.execution`."""
+    borrowed = engine.raw_connection()
+    try:
+        driver = borrowed.driver_connection
+        assert isinstance(driver, sqlite3.Connection)
+        driver.execute(f"BEGIN {mode}")
+        try:
+            yield driver
+            driver.execute("COMMIT")
+        except BaseException:
+            driver.rollback()
+            raise
+    finally:
+        borrowed.close()
+
+
+def is_own_sqlite(source: Engine | Connection) -> TypeGuard[Engine]:
+    """Whether it is an engine that :func:`make_engine` made."""
+    return isinstance(source, Engine) and bool(source.get_execution_options().get(OWN))
 
 
 @contextmanager
@@ -256,7 +281,7 @@ def refusing() -> Iterator[None]:
     """
     try:
         yield
-    except sa.exc.IntegrityError:
+    except (sa.exc.IntegrityError, sqlite3.IntegrityError):
         raise StateConflict("the database's own guards refused the change; run doctor") from None
     except (sa.exc.SQLAlchemyError, sqlite3.Error) as error:
         if isinstance(error, sa.exc.TimeoutError) or is_contention(error):

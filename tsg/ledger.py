@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, Final, TypedDict, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
 
-from tsg import doctor, reconcile, rules, states, values
-from tsg.engine import READ_COMMITTED, REPEATABLE_READ, for_writing, reading, refusing, transaction
-from tsg.errors import InvalidInput, StateConflict, TaskNotFound
+from tsg import doctor, prune, reconcile, states, values, verbs
+from tsg.engine import (
+    READ_COMMITTED,
+    REPEATABLE_READ,
+    driver_transaction,
+    for_writing,
+    is_own_sqlite,
+    reading,
+    refusing,
+    transaction,
+)
+from tsg.errors import InvalidInput, StateConflict
+from tsg.execution import CoreExecution, DriverExecution, Execution
+from tsg.listing import Progress, Transactions
 from tsg.opening import Opened, is_there, open_as_it_is, open_engine, open_read_only, open_to_write, place_of
-from tsg.reconcile import Progress, ReconcilePolicy, Transactions
+from tsg.reconcile import ReconcilePolicy
 from tsg.records import TaskRecord, creation
-from tsg.states import Change, Clock, DeliveryStatus, TaskStatus, Verb
-from tsg.tables import task_events, tasks
+from tsg.states import Clock, DeliveryStatus, TaskStatus, Verb
 
 __all__ = ["Ledger", "StorageInfo", "examine_file", "reconcile_restart"]
 
@@ -139,7 +147,7 @@ class Ledger:
             StateConflict: the stored row breaks a rule.
         """
         identifier = values.canonical_id(task_id)
-        return self._read(lambda connection: _found(connection, identifier).record)
+        return self._look(lambda execution: verbs.get(execution, identifier))
 
     def children_of(self, task_id: object) -> list[TaskRecord]:
         """The direct children of a task, by creation time and id.
@@ -148,23 +156,20 @@ class Ledger:
             InvalidInput, TaskNotFound, StateConflict: as :meth:`get_task`, of the task and of each child.
         """
         identifier = values.canonical_id(task_id)
+        return self._look(lambda execution: verbs.children_of(execution, identifier))
 
-        def children(connection: Connection) -> list[TaskRecord]:
-            _found(connection, identifier)
-            rows = connection.execute(_CHILDREN, {"parent": identifier}).all()
-            return [_stored(row).record for row in rows]
-
-        return self._read(children)
-
-    def doctor(self) -> doctor.Report:
+    def doctor(self, *, progress: Progress | None = None) -> doctor.Report:
         """The report of :func:`tsg.doctor.examine`.
+
+        Args:
+            progress: called with how many steps are done and how many there are.
 
         Raises:
             StateConflict: the file can't be opened at all, or was replaced.
         """
         self._require_open()
         with refusing(), reading(self._opened.original) as connection:
-            return doctor.examine(connection)
+            return doctor.examine(connection, progress=progress)
 
     def storage_info(self) -> StorageInfo:
         """How the ledger is kept, as its connections find it."""
@@ -221,29 +226,7 @@ class Ledger:
             delivery_required=delivery_required,
             expects_heartbeat=expects_heartbeat,
         )
-
-        def create(connection: Connection) -> TaskRecord:
-            now = values.clock_reading(self._clock_on(connection))
-            record = replace(asked, created_at=now, updated_at=now, delivery_updated_at=now)
-            existing = _find(connection, record.id)
-            if existing is not None:
-                if not states.is_same_creation(existing.record, record):
-                    raise StateConflict("a task with this id exists, with other fields")
-                return existing.record
-            if record.parent_id is not None:
-                before = _found(connection, record.parent_id).record
-                times = (before.created_at, before.started_at, before.updated_at, before.ended_at)
-                states.require_not_before(now, *times, before.delivery_updated_at)
-            try:
-                key = connection.execute(_INSERT, vars(record)).inserted_primary_key
-            except sa.exc.IntegrityError:
-                # On PostgreSQL another may have created it since it was looked for.
-                raise StateConflict("another writer created this task at the same moment", retriable=True) from None
-            assert key is not None
-            _record_event(connection, key[0], states.created(now))
-            return record
-
-        return self._write(create)
+        return self._transact(lambda execution, clock: verbs.create(execution, asked, clock))
 
     def start_task(self, task_id: object) -> TaskRecord:
         """Start a queued task; its deadline runs from now. A no-op on a running one.
@@ -263,6 +246,20 @@ class Ledger:
             StateConflict: it is not running, or the clock is behind its stored times.
         """
         return self._do(task_id, Verb.HEARTBEAT)
+
+    def heartbeat_many(self, task_ids: Iterable[object]) -> list[str]:
+        """Vouch for many running tasks at once, in one transaction and at one time.
+
+        Returns:
+            The ids of those that are not running, unknown ones included, canonical, each once, in the order given.
+            The others have their beat.
+
+        Raises:
+            InvalidInput: one is no UUID.
+            StateConflict: the clock is behind a time of a running one, or it breaks a rule; none has its beat.
+        """
+        identifiers = list(dict.fromkeys(map(values.canonical_id, values.several(task_ids, "ids"))))
+        return self._transact(lambda execution, clock: verbs.heartbeat_many(execution, identifiers, clock))
 
     def close_task(self, task_id: object, status: object, *, code: object = None) -> TaskRecord:
         """End a task as `status`, for the optional reason `code`. A no-op where it has ended so already.
@@ -331,7 +328,8 @@ class Ledger:
                 )
             )
         if size is None:
-            return self._write(
+            return _attempt(
+                self._writable(),
                 lambda connection: reconcile.apply(
                     connection,
                     policy,
@@ -353,19 +351,65 @@ class Ledger:
                 progress=progress,
             )
 
+    def prune(
+        self,
+        older_than_seconds: float,
+        batch_size: int = 5000,
+        *,
+        dry_run: bool = False,
+        progress: Progress | None = None,
+    ) -> prune.Report:
+        """Let history go: tasks that have ended, with their delivery closed, below which nothing stays.
+
+        Args:
+            older_than_seconds: how long ago the delivery closed, at least.
+            batch_size: the most tasks that go in one transaction; others can write in between.
+            dry_run: only report what would go.
+            progress: called with how many tasks have been looked at and how many there are.
+
+        Raises:
+            InvalidInput: a malformed argument.
+            StateConflict: a table of the application's refers to a task and does not let it go.
+        """
+        age = values.non_negative(older_than_seconds, "an age")
+        size = values.at_least_one(batch_size, "batch_size")
+        if values.flag(dry_run, "dry_run"):
+            return self._read(
+                lambda connection: prune.preview(connection, age, batch_size=size, clock=self._clock_on(connection))
+            )
+        with self._batches() as (connection, in_transaction):
+            return prune.apply_in_batches(
+                connection,
+                age,
+                in_transaction,
+                batch_size=size,
+                clock=self._clock_on(connection),
+                progress=progress,
+            )
+
     # -- inside ----------------------------------------------------------------------------------------
 
     def _do(
         self, task_id: object, verb: Verb, to: TaskStatus | DeliveryStatus | None = None, code: object = None
     ) -> TaskRecord:
         identifier = values.canonical_id(task_id)
+        return self._transact(lambda execution, clock: verbs.do(execution, identifier, verb, clock, to, code))
 
-        def do(connection: Connection) -> TaskRecord:
-            task = _found(connection, identifier, to_write=True)
-            change = states.transition(task.record, verb, self._clock_on(connection), to=to, code=code)
-            return task.record if change is None else _write(connection, task, change)
+    def _look(self, work: Callable[[Execution], _Answer]) -> _Answer:
+        """Look at tasks, in one snapshot."""
+        engine = self._readable()
+        if not is_own_sqlite(engine):
+            return self._read(lambda connection: work(CoreExecution(connection)))
+        with refusing(), driver_transaction(engine) as driver:
+            return work(DriverExecution(driver))
 
-        return self._write(do)
+    def _transact(self, work: Callable[[Execution, Clock], _Answer]) -> _Answer:
+        """Write one transition, or several of one time."""
+        engine = self._writable()
+        if not is_own_sqlite(engine):
+            return _attempt(engine, lambda connection: work(CoreExecution(connection), self._clock_on(connection)))
+        with refusing(), driver_transaction(engine, "IMMEDIATE") as driver:
+            return work(DriverExecution(driver), self._clock)
 
     def _require_open(self) -> None:
         if not self._close.alive:
@@ -374,16 +418,8 @@ class Ledger:
 
     def _read(self, work: Callable[[Connection], _Answer]) -> _Answer:
         """Do `work` in one snapshot."""
-        self._require_open()
-        fault = self._opened.fault
-        if fault is not None:
-            raise type(fault)(*fault.args)
-        with refusing(), reading(self._opened.engine) as connection:
+        with refusing(), reading(self._readable()) as connection:
             return work(connection)
-
-    def _write(self, work: Callable[[Connection], _Answer], isolation: str = READ_COMMITTED) -> _Answer:
-        """Do `work` in one transaction; again from the start where a server asks for that, but not for ever."""
-        return _attempt(self._writable(), work, isolation)
 
     @contextmanager
     def _batches(self) -> Iterator[tuple[Connection, Transactions]]:
@@ -406,6 +442,13 @@ class Ledger:
         with refusing(), nullcontext(writer) if isinstance(writer, Connection) else writer.connect() as connection:
             yield connection, in_transaction
 
+    def _readable(self) -> Engine | Connection:
+        self._require_open()
+        fault = self._opened.fault
+        if fault is not None:
+            raise type(fault)(*fault.args)
+        return self._opened.engine
+
     def _writable(self) -> Engine | Connection:
         if self._writer is None:
             raise StateConflict("the ledger was opened read-only")
@@ -419,7 +462,10 @@ class Ledger:
         return lambda: connection.execute(_SERVER_TIME).scalar_one()
 
 
-def _attempt(source: Engine | Connection, work: Callable[[Connection], _Answer], isolation: str) -> _Answer:
+def _attempt(
+    source: Engine | Connection, work: Callable[[Connection], _Answer], isolation: str = READ_COMMITTED
+) -> _Answer:
+    """Do `work` in one transaction; again from the start where a server asks for that, but not for ever."""
     attempts = _ATTEMPTS if source.dialect.name == "postgresql" else 1
     for attempt in range(1, attempts + 1):
         try:
@@ -432,7 +478,9 @@ def _attempt(source: Engine | Connection, work: Callable[[Connection], _Answer],
     raise AssertionError
 
 
-def examine_file(target: object, *, allow_external_acl: bool = False) -> doctor.Report:
+def examine_file(
+    target: object, *, allow_external_acl: bool = False, progress: Progress | None = None
+) -> doctor.Report:
     """Doctor's report on a ledger file as it is: of any size, mode and schema, migrated or not.
 
     Raises:
@@ -445,7 +493,7 @@ def examine_file(target: object, *, allow_external_acl: bool = False) -> doctor.
     opened = open_as_it_is(place)
     try:
         with refusing(), reading(opened.engine) as connection:
-            return doctor.examine(connection)
+            return doctor.examine(connection, progress=progress)
     finally:
         opened.close()
 
@@ -463,76 +511,3 @@ def reconcile_restart(ledger: Ledger, policy: ReconcilePolicy, *, dry_run: bool 
         delivery_grace_seconds=policy.delivery_grace_seconds,
         dry_run=dry_run,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    key: int
-    record: TaskRecord
-
-
-_FIELDS: Final = tuple(TaskRecord.__dataclass_fields__)
-# The rules are asked of the database with the row, so that they are written once.
-_TASK: Final = sa.select(tasks.c.pk, rules.sound(tasks.c).label("is_sound"), *(tasks.c[name] for name in _FIELDS))
-_BY_ID: Final = _TASK.where(tasks.c.id == sa.bindparam("id"))
-# A row's lock on PostgreSQL, before the clock is read; SQLite has the write lock already, and leaves it out.
-_BY_ID_LOCKED: Final = _BY_ID.with_for_update()
-_CHILDREN: Final = _TASK.where(tasks.c.parent_id == sa.bindparam("parent")).order_by(tasks.c.created_at, tasks.c.id)
-_INSERT: Final = sa.insert(tasks)
-_INSERT_EVENT: Final = sa.insert(task_events)
-
-
-@cache
-def _update(columns: tuple[str, ...]) -> sa.Update:
-    return (
-        sa.update(tasks)
-        .where(
-            tasks.c.pk == sa.bindparam("task_pk"),
-            tasks.c.version == sa.bindparam("seen_version"),
-            tasks.c.status == sa.bindparam("seen_status"),
-            tasks.c.delivery_status == sa.bindparam("seen_delivery_status"),
-        )
-        .values(version=tasks.c.version + 1, **{name: sa.bindparam(f"new_{name}") for name in columns})
-    )
-
-
-def _find(connection: Connection, identifier: str, *, to_write: bool = False) -> _Stored | None:
-    row = connection.execute(_BY_ID_LOCKED if to_write else _BY_ID, {"id": identifier}).first()
-    return None if row is None else _stored(row)
-
-
-def _found(connection: Connection, identifier: str, *, to_write: bool = False) -> _Stored:
-    task = _find(connection, identifier, to_write=to_write)
-    if task is None:
-        raise TaskNotFound("there is no task with this id")
-    return task
-
-
-def _stored(row: Sequence[Any]) -> _Stored:
-    key, is_sound, *fields = row
-    if not is_sound:
-        raise StateConflict("the stored task breaks a rule of the ledger; run doctor")
-    return _Stored(key, TaskRecord(*fields))
-
-
-def _write(connection: Connection, task: _Stored, change: Change) -> TaskRecord:
-    seen = task.record
-    written = connection.execute(
-        _update(tuple(change.values)),
-        {
-            "task_pk": task.key,
-            "seen_version": seen.version,
-            "seen_status": seen.status,
-            "seen_delivery_status": seen.delivery_status,
-            **{f"new_{name}": value for name, value in change.values.items()},
-        },
-    )
-    if written.rowcount != 1:
-        raise StateConflict("another writer changed the task at the same moment; read it again", retriable=True)
-    if change.event is not None:
-        _record_event(connection, task.key, change.event)
-    return replace(seen, version=seen.version + 1, **change.values)  # type: ignore[arg-type]
-
-
-def _record_event(connection: Connection, key: int, event: states.Event) -> None:
-    connection.execute(_INSERT_EVENT, {"task_pk": key, **event._asdict()})

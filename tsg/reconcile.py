@@ -12,25 +12,21 @@ snapshot: any on SQLite, one at REPEATABLE READ on PostgreSQL, where a concurren
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NamedTuple, NotRequired, Protocol, TypedDict, TypeVar
+from typing import Any, Final, NamedTuple, NotRequired, Protocol, TypedDict
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from tsg import sweep, values
+from tsg import listing, sweep, values
 from tsg.engine import refusing, require_transaction, snapshot, unchecked
 from tsg.errors import InvalidInput, StateConflict, TaskNotFound
+from tsg.listing import Progress, Transactions
 from tsg.states import Clock
 from tsg.tables import tasks
 
-__all__ = ["Progress", "ReconcilePolicy", "Report", "apply", "apply_in_batches", "preview"]
-
-#: Told how many of how many tasks are done.
-Progress = Callable[[int, int], None]
-_Answer = TypeVar("_Answer")
+__all__ = ["ReconcilePolicy", "Report", "apply", "apply_in_batches", "preview"]
 
 
 class Report(TypedDict):
@@ -79,13 +75,6 @@ class ReconcilePolicy:
     def __post_init__(self) -> None:
         for name in ("active_grace_seconds", "delivery_grace_seconds"):
             object.__setattr__(self, name, values.non_negative(getattr(self, name), "a grace"))
-
-
-class Transactions(Protocol):
-    """A transaction of its own for each piece of work, which may be done more than once."""
-
-    def __call__(self, work: Callable[[], _Answer], /) -> _Answer:
-        """Do it, and commit."""
 
 
 class Session(Protocol):
@@ -225,7 +214,7 @@ def apply_in_batches(
     stale, stale_batches = write_all(run.statements.stale, stale_listed, 0)
     examined, due_listed = in_transaction(go_on)
     due, due_batches = write_all(run.statements.due, due_listed, stale_listed)
-    in_transaction(run.drop_list)
+    in_transaction(partial(listing.drop, connection))
     return run.report(stale, due, examined, applied=True, batches=stale_batches + due_batches)
 
 
@@ -301,15 +290,11 @@ class _Run:
             return
         # No stored value tells those that were changed from those that were passed over: they are listed.
         self.write_listed(kind, 1, self.list_what_is(kind))
-        self.drop_list()
+        listing.drop(self.connection)
 
     def list_what_is(self, kind: sweep.Kind) -> int:
         """Put what is due on the list; how many those are."""
-        listed = sweep.listed_in(self.connection.dialect.name)
-        # One that failed may have left its own.
-        self.connection.execute(listed.dropped)
-        self.connection.execute(listed.made)
-        return self._rowcount(kind.listing, self.parameters)
+        return listing.make(self.connection, kind.listing, self.parameters)
 
     def write_listed(self, kind: sweep.Kind, first: int, last: int) -> _Found:
         """Change what is still due of a range of the list."""
@@ -320,9 +305,6 @@ class _Run:
             self.connection.execute(kind.struck, parameters)
         self._change(kind.listed_writes, parameters, found.actionable)
         return found
-
-    def drop_list(self) -> None:
-        self.connection.execute(sweep.listed_in(self.connection.dialect.name).dropped)
 
     def report(self, stale: _Found, due: _Found, examined: int, *, applied: bool, batches: int | None = None) -> Report:
         report = Report(
@@ -349,13 +331,8 @@ class _Run:
         # SQLite the same rules as CHECKs would cost as much again.
         with unchecked(self.connection):
             for statement in writes:
-                if self._rowcount(statement, parameters) != expected:
+                if listing.number_written(self.connection, statement, parameters) != expected:
                     raise StateConflict("the ledger changed in the middle of the run; try again", retriable=True)
-
-    def _rowcount(self, statement: sa.Insert | sa.Update, parameters: dict[str, Any]) -> int:
-        # Unasked, not every driver tells how many rows an INSERT … SELECT made.
-        done = self.connection.execute(statement, parameters, execution_options={"preserve_rowcount": True})
-        return done.rowcount
 
 
 _PARENT: Final = sa.select(tasks.c.pk).where(tasks.c.id == sa.bindparam("parent"))

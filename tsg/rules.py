@@ -32,6 +32,7 @@ __all__ = [
     "active",
     "awaiting_delivery",
     "broken",
+    "closed",
     "constant",
     "event_rules",
     "expected_events",
@@ -120,15 +121,21 @@ def undelivered(c: Columns) -> Condition:
     return _is(c.delivery_status, "pending")
 
 
+def closed(c: Columns) -> Condition:
+    """Ended, with its delivery closed: nothing can happen to it any more."""
+    return sa.and_(_one_of(c.status, TERMINAL_WORDS), _one_of(c.delivery_status, CLOSED_WORDS))
+
+
 def running(c: Columns) -> Condition:
-    """Running; with the condition of the index of active tasks repeated, so that it serves."""
-    return sa.and_(active(c), _is(c.status, "running"))
+    """Running. Only with :func:`active` beside it does the index of active tasks serve."""
+    return _is(c.status, "running")
 
 
 ACTIVE_WORDS: Final = tuple(state.value for state in ACTIVE)
 TERMINAL_WORDS: Final = tuple(state.value for state in TERMINAL)
 STATUSES: Final = tuple(state.value for state in TaskStatus)
 DELIVERY_STATUSES: Final = tuple(state.value for state in DeliveryStatus)
+CLOSED_WORDS: Final = tuple(state.value for state in DELIVERY_REASONS)
 
 
 class _State:

@@ -10,22 +10,14 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import sqlalchemy as sa
-from sqlalchemy.schema import CreateTable, DropTable
 
 from tsg import rules
+from tsg.listing import in_range, listed_in
 from tsg.tables import task_events, tasks
 
-__all__ = ["Counts", "Kind", "Listed", "Sweep", "listed_in", "statements"]
+__all__ = ["Counts", "Kind", "Sweep", "statements"]
 
 Condition = sa.ColumnElement[bool]
-
-
-class Listed(NamedTuple):
-    """The list of rows that are due: a table of the connection's own, in the schema that such tables have there."""
-
-    made: CreateTable
-    dropped: DropTable
-    table: sa.Table
 
 
 class Counts(NamedTuple):
@@ -67,31 +59,6 @@ class Sweep(NamedTuple):
 _EVENT_COLUMNS: Final = ("task_pk", "number", "kind", "from_status", "to_status", "occurred_at", "code")
 #: The most that a version may be to be counted on; PostgreSQL's integer has no number beyond.
 _LAST_VERSION: Final = sa.literal_column("2147483640", sa.Integer())
-
-
-def _listed(schema: str) -> Listed:
-    table = sa.Table(
-        "tsg_listed",
-        sa.MetaData(),
-        sa.Column("n", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), primary_key=True, autoincrement=False),
-        sa.Column("pk", sa.BigInteger(), nullable=False),
-        schema=schema,
-        prefixes=["TEMPORARY"],
-    )
-    return Listed(CreateTable(table), DropTable(table, if_exists=True), table)
-
-
-_LISTED: Final = {"sqlite": _listed("temp"), "postgresql": _listed("pg_temp")}
-
-
-def listed_in(dialect: str) -> Listed:
-    """The list, as a database of this kind has it."""
-    return _LISTED[dialect]
-
-
-def in_range(listed: sa.Table) -> Condition:
-    """The part of the list that a batch is about: the numbers from ``first`` to ``last``."""
-    return listed.c.n.between(sa.bindparam("first", type_=sa.BigInteger()), sa.bindparam("last", type_=sa.BigInteger()))
 
 
 class _Change(NamedTuple):
@@ -169,8 +136,8 @@ def statements(one_parent: bool, dialect: str) -> Sweep:
     return Sweep(
         active=sa.select(sa.func.count()).select_from(tasks).where(rules.active(c), *among),
         open_deliveries=sa.select(sa.func.count()).select_from(tasks).where(rules.awaiting_delivery(c), *among),
-        stale=_kind(is_stale, stale_conflict, c.updated_at, timeout, dialect),
-        due=_kind(is_due, due_conflict, c.ended_at, delivery, dialect),
+        stale=_kind(is_stale, rules.active(c), stale_conflict, c.updated_at, timeout, dialect),
+        due=_kind(is_due, sa.true(), due_conflict, c.ended_at, delivery, dialect),
     )
 
 
@@ -180,19 +147,30 @@ def _no_event_from(number: sa.ColumnElement[int]) -> Condition:
 
 
 def _kind(
-    condition: Condition, conflict: Condition, age: sa.ColumnElement[float], change: _Change, dialect: str
+    condition: Condition,
+    indexed: Condition,
+    conflict: Condition,
+    age: sa.ColumnElement[float],
+    change: _Change,
+    dialect: str,
 ) -> Kind:
+    """The statements of a kind of change.
+
+    Args:
+        indexed: implied by the condition, and what an index is found by; a listed row is found by its key.
+    """
     c = tasks.c
-    listed = _LISTED[dialect].table
+    everywhere = sa.and_(indexed, condition)
+    listed = listed_in(dialect)
     on_range = c.pk.in_(sa.select(listed.c.pk).where(in_range(listed)))
     number: sa.ColumnElement[int] = sa.func.row_number().over(order_by=(age, c.pk))
     keep = sa.select(c.pk).where(on_range, condition, sa.not_(conflict))
     return Kind(
-        counts=_counts(condition, conflict),
-        listing=sa.insert(listed).from_select(["n", "pk"], sa.select(number, c.pk).where(condition)),
+        counts=_counts(everywhere, conflict),
+        listing=sa.insert(listed).from_select(["n", "pk"], sa.select(number, c.pk).where(everywhere)),
         listed_counts=_counts(sa.and_(on_range, condition), conflict),
         struck=sa.delete(listed).where(in_range(listed), listed.c.pk.not_in(keep)),
-        writes=_writes(condition, change, dialect),
+        writes=_writes(everywhere, change, dialect),
         listed_writes=_writes(on_range, change, dialect),
     )
 

@@ -10,7 +10,7 @@ import hashlib
 import math
 import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Final
@@ -31,6 +31,7 @@ __all__ = [
     "whole",
 ]
 
+_CANONICAL_UUID: Final = re.compile(r"[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}\Z")
 _UUID_DIGITS: Final = re.compile(r"[0-9a-fA-F]{32}\Z")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}\Z")
 #: Long enough for every written form of a UUID or a float; longer text is refused unread.
@@ -48,6 +49,8 @@ def canonical_id(value: object) -> str:
     Raises:
         InvalidInput: it is not a UUID.
     """
+    if type(value) is str and _CANONICAL_UUID.match(value):
+        return value
     with _refusing("an id must be a UUID"):
         if isinstance(value, uuid.UUID):
             return str(uuid.UUID(int=value.int))
@@ -57,6 +60,17 @@ def canonical_id(value: object) -> str:
             if _UUID_DIGITS.match(digits):
                 return str(uuid.UUID(hex=digits))
     raise InvalidInput("an id must be a UUID")
+
+
+def several(given: object, what: str) -> list[object]:
+    """What an iterable gives; text is none here, whose letters would be meant one by one.
+
+    Raises:
+        InvalidInput: no iterable.
+    """
+    if isinstance(given, Iterable) and not isinstance(given, (str, bytes, bytearray)):
+        return list(given)
+    raise InvalidInput(f"{what} must be a list")
 
 
 def optional_id(value: object) -> str | None:

@@ -36,6 +36,7 @@ COMMANDS: Mapping[str, str] = {
     "downgrade": "tsg.cli.schema",
     "heartbeat": "tsg.cli.ledger",
     "init": "tsg.cli.ledger",
+    "prune": "tsg.cli.ledger",
     "reconcile": "tsg.cli.ledger",
     "start": "tsg.cli.ledger",
     "upgrade": "tsg.cli.schema",
