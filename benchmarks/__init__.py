@@ -1,1 +1,2 @@
-"""What the README quotes: this package and the published one, on the same data, in the same run."""
+"""What the README quotes: this package beside the published one and beside plain SQL, on the same data, in the same
+run. ``make bench`` and ``make bench-full`` measure; ``python -m benchmarks.report`` tells of it."""

@@ -16,7 +16,7 @@ from alembic.util import CommandError
 from sqlalchemy.engine import Connection, Engine
 
 import tsg.models  # noqa: F401  # the target of autogenerate
-from tsg import opening, schema, tables
+from tsg import ddl, opening, schema, tables
 
 config = context.config
 
@@ -44,7 +44,7 @@ def connections() -> AbstractContextManager[Connection]:
 def run(connection: Connection) -> None:
     context.configure(
         connection=connection,
-        target_metadata=tables.metadata,
+        target_metadata=ddl.metadata,
         version_table=tables.VERSION_TABLE,
         include_name=schema.include_own_name,
         compare_type=True,

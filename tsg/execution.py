@@ -46,12 +46,15 @@ class CoreExecution:
         self.dialect = connection.dialect.name
 
     def rows(self, statement: sa.Select[Any], parameters: Parameters) -> Sequence[Sequence[Any]]:
+        """As :meth:`Execution.rows`."""
         return self._connection.execute(statement, dict(parameters)).all()
 
     def change(self, statement: sa.Update | sa.Insert, parameters: Parameters) -> int:
+        """As :meth:`Execution.change`."""
         return self._connection.execute(statement, dict(parameters)).rowcount
 
     def insert(self, statement: sa.Insert, parameters: Parameters) -> int:
+        """As :meth:`Execution.insert`."""
         keys = self._connection.execute(statement, dict(parameters)).inserted_primary_key
         assert keys is not None
         key: int = keys[0]
@@ -67,15 +70,18 @@ class DriverExecution:
         self._driver = driver
 
     def rows(self, statement: sa.Select[Any], parameters: Parameters) -> Sequence[Sequence[Any]]:
+        """As :meth:`Execution.rows`."""
         ready = _prepared(statement)
         found = self._driver.execute(ready.text, ready.bound(parameters)).fetchall()
         return [ready.read(row) for row in found] if ready.readers else found
 
     def change(self, statement: sa.Update | sa.Insert, parameters: Parameters) -> int:
+        """As :meth:`Execution.change`."""
         ready = _prepared(statement)
         return self._driver.execute(ready.text, ready.bound(parameters)).rowcount
 
     def insert(self, statement: sa.Insert, parameters: Parameters) -> int:
+        """As :meth:`Execution.insert`."""
         ready = _prepared(statement)
         key = self._driver.execute(ready.text, ready.bound(parameters)).lastrowid
         assert key is not None
@@ -94,12 +100,14 @@ class _Prepared(NamedTuple):
     readers: tuple[tuple[int, _Processor], ...]
 
     def bound(self, parameters: Parameters) -> list[Any]:
+        """The driver's parameters, in order."""
         return [
             parameters.get(name, default) if binder is None else binder(parameters.get(name, default))
             for name, default, binder in self.binders
         ]
 
     def read(self, row: Sequence[Any]) -> list[Any]:
+        """A row as Python has it."""
         values = list(row)
         for place, reader in self.readers:
             values[place] = reader(values[place])

@@ -21,10 +21,11 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Mapper, object_session, rela
 from sqlalchemy.orm.util import identity_key
 
 from tsg import states, values
+from tsg.ddl import metadata
 from tsg.engine import is_autocommit
 from tsg.errors import InvalidInput, StateConflict, TaskNotFound
 from tsg.states import Change, Clock, DeliveryStatus, Event, TaskStatus, Verb
-from tsg.tables import metadata, task_events, tasks
+from tsg.tables import task_events, tasks
 
 __all__ = ["Base", "Task", "TaskEvent"]
 

@@ -4,7 +4,8 @@ A task has an integer key ``pk`` beside its public ``id``, and its events are cl
 number)``: history lies together, a doubled or lost event shows in its number, and a set of a million
 transitions writes in order. Every constraint and index is named.
 
-The tables stand apart from the models so that the command line and the set-based work need no ORM.
+The tables stand apart from the models so that the command line and the set-based work need no ORM, and apart from
+their constraints, indexes and triggers (:mod:`tsg.ddl`), which only those need who make or compare tables.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ from enum import Enum
 from typing import Any, Final, TypeVar
 
 import sqlalchemy as sa
-from sqlalchemy import event
 from sqlalchemy.engine import Dialect
 from sqlalchemy.types import UUID, TypeDecorator, TypeEngine
 
-from tsg import guards, rules, values
+from tsg import values
 from tsg.errors import InvalidInput, StateConflict
 from tsg.states import DeliveryStatus, TaskStatus
 
@@ -141,36 +141,6 @@ task_events: Final = sa.Table(
     sqlite_with_rowid=False,
 )
 
-for _table, _rules in ((tasks, rules.task_rules(tasks.c)), (task_events, rules.event_rules(task_events.c))):
-    for _rule in _rules:
-        # A CHECK lets NULL pass, a rule does not.
-        _table.append_constraint(sa.CheckConstraint(rules.is_true(_rule.holds), name=_rule.name))
-
-# What reconcile looks for are the few rows that are not at rest: partial indexes hold just those, so that
-# its time does not grow with history, and a row that comes to rest leaves them.
-sa.Index(
-    "ix_tsg_tasks_active",
-    tasks.c.status,
-    tasks.c.updated_at,
-    tasks.c.deadline_at,
-    tasks.c.expects_heartbeat,
-    sqlite_where=rules.active(tasks.c),
-    postgresql_where=rules.active(tasks.c),
-)
-sa.Index(
-    "ix_tsg_tasks_delivery_pending",
-    tasks.c.ended_at,
-    sqlite_where=rules.awaiting_delivery(tasks.c),
-    postgresql_where=rules.awaiting_delivery(tasks.c),
-)
-sa.Index(
-    "ix_tsg_tasks_parent_id",
-    tasks.c.parent_id,
-    tasks.c.created_at,
-    sqlite_where=tasks.c.parent_id.is_not(None),
-    postgresql_where=tasks.c.parent_id.is_not(None),
-)
-
 #: As Alembic makes it; apart from the metadata, since it is Alembic's to create.
 version_table: Final = sa.Table(
     VERSION_TABLE,
@@ -178,10 +148,3 @@ version_table: Final = sa.Table(
     sa.Column("version_num", sa.String(32), nullable=False),
     sa.PrimaryKeyConstraint("version_num", name=f"{VERSION_TABLE}_pkc"),
 )
-
-for _, _function in guards.FUNCTIONS:
-    event.listen(task_events, "after_create", sa.DDL(_function.replace("%", "%%")).execute_if(dialect="postgresql"))  # type: ignore[no-untyped-call]  # so in SQLAlchemy
-for _guard in guards.GUARDS:
-    for _dialect, _statement in (("sqlite", _guard.sqlite), ("postgresql", _guard.postgresql)):
-        if _statement is not None:
-            event.listen(task_events, "after_create", sa.DDL(_statement).execute_if(dialect=_dialect))  # type: ignore[no-untyped-call]

@@ -33,7 +33,7 @@ def get(execution: Execution, identifier: str) -> TaskRecord:
 def children_of(execution: Execution, identifier: str) -> list[TaskRecord]:
     """The direct children of a task, by creation time and id. Errors as :func:`get`."""
     _found(execution, identifier)
-    return [_stored(row).record for row in execution.rows(_CHILDREN, {"parent": identifier})]
+    return [_stored(row).record for row in execution.rows(_statements().children, {"parent": identifier})]
 
 
 def create(execution: Execution, asked: TaskRecord, clock: Clock) -> TaskRecord:
@@ -55,7 +55,7 @@ def create(execution: Execution, asked: TaskRecord, clock: Clock) -> TaskRecord:
         times = (before.created_at, before.started_at, before.updated_at, before.ended_at)
         states.require_not_before(now, *times, before.delivery_updated_at)
     try:
-        key = execution.insert(_INSERT, vars(record))
+        key = execution.insert(_statements().insert, vars(record))
     except sa.exc.IntegrityError:
         # On PostgreSQL another may have created it since it was looked for.
         raise StateConflict("another writer created this task at the same moment", retriable=True) from None
@@ -112,16 +112,29 @@ class _Stored:
 
 
 _FIELDS: Final = tuple(TaskRecord.__dataclass_fields__)
-# The rules are asked of the database with the row, so that they are written once.
-_TASK: Final = sa.select(tasks.c.pk, rules.sound(tasks.c).label("is_sound"), *(tasks.c[name] for name in _FIELDS))
-_BY_ID: Final = _TASK.where(tasks.c.id == sa.bindparam("id"))
-# A row's lock on PostgreSQL, before the clock is read; SQLite has the write lock already, and leaves it out.
-_BY_ID_LOCKED: Final = _BY_ID.with_for_update()
-_CHILDREN: Final = _TASK.where(tasks.c.parent_id == sa.bindparam("parent")).order_by(tasks.c.created_at, tasks.c.id)
-_INSERT: Final = sa.insert(tasks).values({name: sa.bindparam(name) for name in _FIELDS})
-_INSERT_EVENT: Final = sa.insert(task_events).values(
-    {column.name: sa.bindparam(column.name) for column in task_events.c}
-)
+
+
+class _Statements(NamedTuple):
+    by_id: sa.Select[Any]
+    by_id_locked: sa.Select[Any]
+    children: sa.Select[Any]
+    insert: sa.Insert
+    insert_event: sa.Insert
+
+
+@cache
+def _statements() -> _Statements:
+    # The rules are asked of the database with the row, so that they are written once.
+    task = sa.select(tasks.c.pk, rules.sound(tasks.c).label("is_sound"), *(tasks.c[name] for name in _FIELDS))
+    by_id = task.where(tasks.c.id == sa.bindparam("id"))
+    return _Statements(
+        by_id=by_id,
+        # A row's lock on PostgreSQL, before the clock is read; SQLite has the write lock already, and leaves it out.
+        by_id_locked=by_id.with_for_update(),
+        children=task.where(tasks.c.parent_id == sa.bindparam("parent")).order_by(tasks.c.created_at, tasks.c.id),
+        insert=sa.insert(tasks).values({name: sa.bindparam(name) for name in _FIELDS}),
+        insert_event=sa.insert(task_events).values({c.name: sa.bindparam(c.name) for c in task_events.c}),
+    )
 
 
 @cache
@@ -162,7 +175,8 @@ def _beats(dialect: str) -> _Beats:
 
 
 def _find(execution: Execution, identifier: str, *, to_write: bool = False) -> _Stored | None:
-    rows = execution.rows(_BY_ID_LOCKED if to_write else _BY_ID, {"id": identifier})
+    statements = _statements()
+    rows = execution.rows(statements.by_id_locked if to_write else statements.by_id, {"id": identifier})
     return _stored(rows[0]) if rows else None
 
 
@@ -200,4 +214,4 @@ def _write(execution: Execution, task: _Stored, change: Change) -> TaskRecord:
 
 
 def _record_event(execution: Execution, key: int, event: states.Event) -> None:
-    execution.change(_INSERT_EVENT, {"task_pk": key, **event._asdict()})
+    execution.change(_statements().insert_event, {"task_pk": key, **event._asdict()})
