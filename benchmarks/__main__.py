@@ -1,117 +1,84 @@
-"""``make bench``: medians of five, in turns, as ratios to the published package.
+"""``make bench`` and ``make bench-full``: everything is measured in turns, and every reading is kept.
 
-python -m benchmarks [TASKS]
+python -m benchmarks [--tasks N] [--largest M] [--rounds R] [--only PART,...] [--name NAME]
 """
 
 from __future__ import annotations
 
-import platform
-import shutil
-import sqlite3
-import statistics
-import sys
+import argparse
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import sqlalchemy
-import task_state_guard
+from benchmarks import busy, files, postgresql, report, scale, start
+from benchmarks.measure import say
+from benchmarks.results import FOLDER, Results, Row, surroundings
 
-import tsg
-from benchmarks import sample
-
-ROUNDS = 5
-LIVES = 200
-BEATS = 1000
-GRACES = {"active_grace_seconds": 600, "delivery_grace_seconds": 600}
-
-Side = Callable[..., Any]
+PARTS = (
+    "preview", "snapshot", "apply", "doctor", "verbs", "session", "heartbeat", "size", "memory", "flat", "postgresql",
+    "busy", "start",
+)  # fmt: skip
 
 
-def main(count: int) -> None:
-    with tempfile.TemporaryDirectory(prefix="tsg-bench-") as name:
-        folder = Path(name)
-        published, ours = folder / "published.sqlite", folder / "ours.sqlite"
-        sample.build(published, count)
-        shutil.copyfile(published, ours)
-        with tsg.Ledger(ours, adopt=True, clock=lambda: sample.NOW):
-            pass
-        _vacuum(published, ours)
-        sides: dict[str, tuple[Path, Side]] = {
-            "published": (published, task_state_guard.Ledger),
-            "ours": (ours, tsg.Ledger),
-        }
-        rows = {
-            "reconcile, preview": _compare(sides, folder, lambda ledger: ledger.reconcile(**GRACES, dry_run=True)),
-            "reconcile, apply": _compare(sides, folder, lambda ledger: ledger.reconcile(**GRACES)),
-            "doctor": _compare(sides, folder, _healthy),
-            "create, start, close, deliver": _compare(sides, folder, _live, per=LIVES * 4),
-            "heartbeat": _compare(sides, folder, _beat, per=BEATS),
-        }
-        sizes = {side: path.stat().st_size for side, (path, _) in sides.items()}
-    print(
-        f"{count:,} tasks; Python {platform.python_version()}, SQLite {sqlite3.sqlite_version}, "
-        f"SQLAlchemy {sqlalchemy.__version__}, {platform.machine()}; medians of {ROUNDS}, in turns.\n"
+def main() -> None:
+    """Measure what is asked for, and write it down."""
+    asked = _arguments()
+    parts, count, rounds = asked.only, asked.tasks, asked.rounds
+    sizes = scale.sizes_up_to(count, asked.largest)
+    results = Results(count, sizes[-1], rounds, about=surroundings())
+    path = FOLDER / f"{asked.name}.json"
+
+    def measure(wanted: bool, work: Callable[[Path], list[Row]]) -> None:
+        if wanted:
+            # A folder of its own each: what an error leaves is in nobody's way.
+            with tempfile.TemporaryDirectory(prefix="tsg-bench-", dir=asked.folder) as folder:
+                results.rows += work(Path(folder))
+            results.save(path)
+
+    measure(bool({"preview", "apply", "doctor"} & parts), lambda folder: files.sweeps(folder, count, rounds, parts))
+    measure("snapshot" in parts, lambda folder: files.snapshot(folder, count, rounds))
+    measure(
+        bool({"verbs", "session", "heartbeat"} & parts), lambda folder: files.verbs(folder, count, rounds, parts)
     )
-    print("| | published package | tsg | times as fast |\n|---|---|---|---|")
-    for title, (before, after, ratio) in rows.items():
-        print(f"| {title} | {_seconds(before)} | {_seconds(after)} | {ratio:.1f} |")
-    print(f"\nFile: {sizes['ours'] / sizes['published']:.2f} of the published package's size.")
+    measure("size" in parts, lambda folder: files.sizes(folder, count))
+    measure("start" in parts, start.starts)
+    measure("busy" in parts, lambda folder: busy.waits(folder, count, rounds))
+    measure("flat" in parts, lambda folder: scale.flatness_of_files(folder, sizes, rounds))
+    measure("memory" in parts, lambda folder: scale.memory_growth(folder, sizes, rounds))
+    if {"flat", "postgresql"} & parts:
+        with postgresql.place() as server:
+            if server is not None:
+                results.about["postgresql"] = str(server.version)
+                measure("postgresql" in parts, lambda _: postgresql.sweeps(server, count, rounds))
+                measure("flat" in parts, lambda _: scale.flatness_on_postgresql(server, sizes, rounds))
+    say(f"written to {path}")
+    print(report.markdown(results))
 
 
-def _compare(
-    sides: dict[str, tuple[Path, Side]], folder: Path, work: Callable[[Any], object], per: int = 1
-) -> tuple[float, float, float]:
-    """Seconds a piece of work on either side, and the median of the ratios of the rounds."""
-    taken: dict[str, list[float]] = {side: [] for side in sides}
-    for _ in range(ROUNDS):
-        for side, (source, make) in sides.items():
-            copy = folder / f"copy-{side}.sqlite"
-            shutil.copyfile(source, copy)
-            copy.chmod(0o600)
-            ledger = make(copy, clock=lambda: sample.NOW)
-            started = time.perf_counter()
-            work(ledger)
-            taken[side].append((time.perf_counter() - started) / per)
-            if isinstance(ledger, tsg.Ledger):
-                ledger.close()
-    ratios = [before / after for before, after in zip(taken["published"], taken["ours"], strict=True)]
-    return statistics.median(taken["published"]), statistics.median(taken["ours"]), statistics.median(ratios)
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--tasks", type=int, default=100_000, help="in the sample that most is measured on")
+    parser.add_argument("--largest", type=int, help="of the samples for flatness and memory; ten times as many")
+    parser.add_argument("--rounds", type=int, help="5 up to 100,000 tasks, 3 for more")
+    parser.add_argument("--only", type=_parts, default=frozenset(PARTS), metavar="PART,...", help=", ".join(PARTS))
+    parser.add_argument("--name", default="latest", help="of the file in benchmarks/results")
+    parser.add_argument("--folder", type=Path, help="for the samples, on a local disk; the system's temporary one")
+    asked = parser.parse_args()
+    if asked.largest is None:
+        asked.largest = asked.tasks * 10
+    if asked.rounds is None:
+        asked.rounds = 5 if asked.tasks <= 100_000 else 3
+    if asked.tasks < 1000 or asked.tasks % 1000 or asked.largest < asked.tasks or asked.rounds < 1:
+        parser.error("thousands of tasks, and a round at least")
+    return asked
 
 
-def _healthy(ledger: Any) -> None:
-    if not ledger.doctor()["healthy"]:
-        raise SystemExit("the sample is not healthy")
-
-
-def _live(ledger: Any) -> None:
-    for _ in range(LIVES):
-        task = ledger.create_task()
-        ledger.start_task(task.id)
-        ledger.close_task(task.id, "succeeded", code="completed")
-        ledger.set_delivery(task.id, "delivered", code="transport_acknowledged")
-
-
-def _beat(ledger: Any) -> None:
-    task = ledger.create_task()
-    ledger.start_task(task.id)
-    for _ in range(BEATS):
-        ledger.heartbeat(task.id)
-
-
-def _vacuum(*paths: Path) -> None:
-    for path in paths:
-        connection = sqlite3.connect(path)
-        connection.execute("VACUUM")
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        connection.close()
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 0.1 else f"{value * 1e3:.2f} ms"
+def _parts(text: str) -> frozenset[str]:
+    parts = frozenset(text.split(","))
+    if not parts <= set(PARTS):
+        raise argparse.ArgumentTypeError(f"of {', '.join(PARTS)}")
+    return parts
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 30_000)
+    main()

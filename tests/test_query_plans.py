@@ -212,7 +212,8 @@ def test_every_statement_has_an_expectation() -> None:
 
 STEP = re.compile(
     r"(?P<how>SCAN|SEARCH) (?:TABLE )?(?:temp\.)?(?P<table>\S+)(?: AS (?P<alias>\S+))?"
-    r"(?: USING (?P<automatic>AUTOMATIC )?(?:PARTIAL )?(?:COVERING )?(?:INDEX (?P<index>\S+)|(?P<key>(?:INTEGER )?PRIMARY KEY)))?"
+    r"(?: USING (?P<automatic>AUTOMATIC )?(?:PARTIAL )?(?:COVERING )?"
+    r"(?:INDEX (?P<index>\S+)|(?P<key>(?:INTEGER )?PRIMARY KEY)))?"
 )
 ALIASES = {TASKS, EVENTS, LISTED, "task", "parent", "event", "child", "top", "above"}
 
@@ -231,7 +232,9 @@ def sqlite_plan(connection: Connection, statement: Any) -> tuple[set[str], list[
         if alias in ALIASES:
             index = KEY if step["key"] else step["index"] or ""
             index = ID if index.startswith("sqlite_autoindex_tsg_tasks") else index
-            steps.add(" ".join(filter(None, (step["how"].lower(), alias, "automatic" * bool(step["automatic"]), index))))
+            steps.add(
+                " ".join(filter(None, (step["how"].lower(), alias, "automatic" * bool(step["automatic"]), index)))
+            )
     return steps, lines
 
 
@@ -249,7 +252,11 @@ def sqlite_connection(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Conn
 @pytest.mark.parametrize("name", sorted(expected("sqlite")))
 def test_on_sqlite_a_statement_finds_its_rows_as_it_is_meant_to(sqlite_connection: Connection, name: str) -> None:
     steps, lines = sqlite_plan(sqlite_connection, statements("sqlite")[name])
-    assert steps == expected("sqlite")[name], lines
+    if " insert" in name:
+        # Only what could refer to the new row, which not every SQLite tells.
+        assert steps <= {EVENTS_BY_KEY, f"search {TASKS} {CHILDREN}", TASKS_BY_KEY, BY_ID}, lines
+    else:
+        assert steps == expected("sqlite")[name], lines
 
 
 def test_on_sqlite_no_sweep_and_no_verb_reads_all_tasks_or_all_events(sqlite_connection: Connection) -> None:
@@ -268,63 +275,67 @@ def test_on_sqlite_no_index_is_made_for_the_time_of_a_statement(sqlite_connectio
 
 
 def test_on_sqlite_doctor_reads_each_table_in_full_at_most_once_a_query(sqlite_connection: Connection) -> None:
-    seen = Counter(name for name, _ in asked_by_doctor(sqlite_connection))
-    assert set(seen) == {check.name for check in doctor.CHECKS}
-    for name, query in asked_by_doctor(sqlite_connection):
-        lines = [row[3] for row in sqlite_connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {query}")]
+    asked = asked_by_doctor(sqlite_connection)
+    assert {name for name, _, _ in asked} == {check.name for check in doctor.CHECKS}
+    for name, query, values in asked:
+        lines = [row[3] for row in sqlite_connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {query}", values)]
         full = Counter(step["table"] for step in map(STEP.match, lines) if step is not None and step["how"] == "SCAN")
         assert all(full[table] <= 1 for table in (TASKS, EVENTS, "task", "parent", "event", "child")), (name, lines)
 
 
-def asked_by_doctor(connection: Connection) -> list[tuple[str, str]]:
-    """Every query that each check really asks."""
-    asked: list[tuple[str, str]] = []
+def asked_by_doctor(connection: Connection) -> list[tuple[str, str, Any]]:
+    """Every query that each check really asks, with its values."""
+    asked: list[tuple[str, str, Any]] = []
     for check in doctor.CHECKS:
-        with recording(connection) as texts:
+        with recording(connection) as queries:
             check.counts(connection)
-        asked += [(check.name, text) for text in texts]
+        asked += [(check.name, *query) for query in queries]
     return asked
 
 
 @contextmanager
-def recording(source: sa.Engine | Connection) -> Iterator[list[str]]:
-    texts: list[str] = []
+def recording(source: sa.Engine | Connection) -> Iterator[list[tuple[str, Any]]]:
+    """What is carried out on it meanwhile: the text, and the values."""
+    queries: list[tuple[str, Any]] = []
 
-    def note(connection: Any, cursor: Any, statement: str, *rest: object) -> None:
-        texts.append(statement)
+    def note(connection: Any, cursor: Any, statement: str, parameters: Any, *rest: object) -> None:
+        queries.append((statement, parameters))
 
     sa.event.listen(source, "before_cursor_execute", note)
     try:
-        yield texts
+        yield queries
     finally:
         sa.event.remove(source, "before_cursor_execute", note)
 
 
 # -- PostgreSQL --------------------------------------------------------------------------------------------
 
-FINISHED, FEW = 4000, 40
-TASK = (
-    "INSERT INTO tsg_tasks (id, parent_id, status, delivery_status, delivery_required, expects_heartbeat, created_at, "
-    "started_at, updated_at, ended_at, delivery_updated_at, terminal_code, version) SELECT "
-)
-EVENT = f"INSERT INTO {EVENTS} SELECT pk, "
-FILLING = (
-    # What is at rest, a third of it under another; then the few that are not, a quarter of them under one.
-    f"{TASK} md5(n::text)::uuid, CASE WHEN mod(n, 3) = 0 AND n > 3 THEN md5((n / 3)::text)::uuid END, 'succeeded', "
-    f"'delivered', true, true, 1000, 1001, 1002 + n, 1002 + n, 1003 + n, 'completed', 3 FROM generate_series(1, {FINISHED}) n",
-    f"{TASK} '{PARENT}', NULL, 'queued', 'pending', true, true, 1000, NULL, 1000, NULL, 1000, NULL, 0",
-    f"{TASK} md5('r' || n)::uuid, CASE WHEN mod(n, 4) = 0 THEN '{PARENT}'::uuid END, 'running', 'pending', true, true, "
-    f"1000, 1001, 1001 + n, NULL, 1000, NULL, 2 FROM generate_series(1, {FEW}) n",
-    f"{TASK} md5('d' || n)::uuid, CASE WHEN mod(n, 4) = 0 THEN '{PARENT}'::uuid END, 'failed', 'pending', true, true, "
-    f"1000, 1001, 1002 + n, 1002 + n, 1000, NULL, 2 FROM generate_series(1, {FEW}) n",
-    f"{EVENT} 0, 'created', NULL, 'queued', created_at, 'created' FROM {TASKS}",
-    f"{EVENT} 1, 'task_transition', 'queued', 'running', started_at, 'started' FROM {TASKS} WHERE started_at IS NOT NULL",
-    f"{EVENT} 2, 'task_transition', 'running', status, ended_at, terminal_code FROM {TASKS} WHERE ended_at IS NOT NULL",
-    f"{EVENT} 3, 'delivery_transition', 'pending', delivery_status, delivery_updated_at, NULL FROM {TASKS} "
-    "WHERE delivery_status <> 'pending'",
-    f"ANALYZE {TASKS}",
-    f"ANALYZE {EVENTS}",
-)
+# What is at rest, a third of it under another; then the few that are not, a quarter of them under one.
+FILLING = f"""
+INSERT INTO tsg_tasks (id, parent_id, status, delivery_status, delivery_required, expects_heartbeat, created_at,
+    started_at, updated_at, ended_at, delivery_updated_at, terminal_code, version)
+SELECT md5(n::text)::uuid, CASE WHEN mod(n, 3) = 0 AND n > 3 THEN md5((n / 3)::text)::uuid END, 'succeeded',
+    'delivered', true, true, 1000, 1001, 1002 + n, 1002 + n, 1003 + n, 'completed', 3 FROM generate_series(1, 4000) n
+UNION ALL
+SELECT '{PARENT}', NULL, 'queued', 'pending', true, true, 1000, NULL, 1000, NULL, 1000, NULL, 0
+UNION ALL
+SELECT md5('r' || n)::uuid, CASE WHEN mod(n, 4) = 0 THEN '{PARENT}'::uuid END, 'running',
+    'pending', true, true, 1000, 1001, 1001 + n, NULL, 1000, NULL, 2 FROM generate_series(1, 40) n
+UNION ALL
+SELECT md5('d' || n)::uuid, CASE WHEN mod(n, 4) = 0 THEN '{PARENT}'::uuid END, 'failed',
+    'pending', true, true, 1000, 1001, 1002 + n, 1002 + n, 1000, NULL, 2 FROM generate_series(1, 40) n;
+INSERT INTO tsg_task_events
+SELECT pk, 0, 'created', NULL, 'queued', created_at, 'created' FROM tsg_tasks
+UNION ALL
+SELECT pk, 1, 'task_transition', 'queued', 'running', started_at, 'started' FROM tsg_tasks WHERE started_at IS NOT NULL
+UNION ALL
+SELECT pk, 2, 'task_transition', 'running', status, ended_at, terminal_code FROM tsg_tasks WHERE ended_at IS NOT NULL
+UNION ALL
+SELECT pk, 3, 'delivery_transition', 'pending', delivery_status, delivery_updated_at, NULL FROM tsg_tasks
+    WHERE delivery_status <> 'pending';
+ANALYZE tsg_tasks;
+ANALYZE tsg_task_events
+"""
 
 
 @pytest.fixture(scope="module")
@@ -333,7 +344,7 @@ def filled(postgresql_server: sa.URL, postgresql_template: str) -> Iterator[sa.E
     with database(postgresql_server, f"tsg_{uuid.uuid4().hex}", template=postgresql_template) as url:
         engine = sa.create_engine(url)
         with engine.begin() as connection:
-            for statement in FILLING:
+            for statement in FILLING.split(";"):
                 connection.exec_driver_sql(statement)
         assert Ledger(engine).doctor()["healthy"]
         yield engine
@@ -365,7 +376,9 @@ def postgresql_plan(connection: Connection, statement: Any) -> list[tuple[dict[s
 
 
 def read_in_full(plan: list[tuple[dict[str, Any], Any]], *tables: str) -> list[tuple[dict[str, Any], Any]]:
-    return [(node, above) for node, above in plan if node["Node Type"] == "Seq Scan" and node["Relation Name"] in tables]
+    return [
+        (node, above) for node, above in plan if node["Node Type"] == "Seq Scan" and node["Relation Name"] in tables
+    ]
 
 
 def indexes(plan: list[tuple[dict[str, Any], Any]]) -> set[str]:
@@ -403,7 +416,7 @@ def test_on_postgresql_a_statement_finds_its_rows_by_an_index(postgresql_connect
         # These are about every task: once each, and the events of each by their key.
         assert name.startswith(("doctor.", "prune._statements "))
         in_full = read_in_full(plan, TASKS, EVENTS)
-        assert all(count == 1 for count in Counter(node["Relation Name"] for node, _ in in_full).values()), plan
+        assert max(Counter(node["Alias"] for node, _ in in_full).values(), default=0) <= 1, plan
         assert not [above for node, above in in_full if is_repeated(node, above)], plan
         if name != "doctor._strays":
             assert not read_in_full(plan, EVENTS), plan
@@ -412,7 +425,13 @@ def test_on_postgresql_a_statement_finds_its_rows_by_an_index(postgresql_connect
     assert not read_in_full(plan, TASKS, EVENTS), plan
     used = indexes(plan)
     assert used <= meant | also, plan
+    # An index of all tasks, or of all children, is looked into by a value and not read from end to end.
+    assert not [node for node, _ in plan if is_whole_index(node)], plan
     assert used & meant or not meant, plan
+
+
+def is_whole_index(node: dict[str, Any]) -> bool:
+    return node.get("Index Name") in KEYS | {CHILDREN, "uq_tsg_tasks_id"} and "Index Cond" not in node
 
 
 def is_repeated(node: dict[str, Any], above: tuple[dict[str, Any], ...]) -> bool:
@@ -432,9 +451,11 @@ OURS = re.compile(r"\b(?:FROM|INTO|UPDATE|JOIN) (?:tsg_tasks|tsg_task_events)\b"
 
 def test_nothing_is_asked_of_our_tables_but_by_these_statements(postgresql_url: sa.URL, clock: FakeClock) -> None:
     engine = sa.create_engine(postgresql_url)
-    known = {one_line(statement.compile(dialect=engine.dialect).string) for statement in statements("postgresql").values()}
+    known = {
+        one_line(statement.compile(dialect=engine.dialect).string) for statement in statements("postgresql").values()
+    }
     ledger = Ledger(engine, clock=clock)
-    with recording(engine) as texts:
+    with recording(engine) as queries:
         parent = ledger.create_task().id
         for number in range(8):
             clock.advance(1)
@@ -455,7 +476,7 @@ def test_nothing_is_asked_of_our_tables_but_by_these_statements(postgresql_url: 
         ledger.prune(0, 2)
         assert ledger.doctor()["healthy"]
         assert ledger.get_task(parent).id == parent
-    asked = {one_line(text) for text in texts if OURS.search(text)}
+    asked = {one_line(text) for text, _ in queries if OURS.search(text)}
     assert len(asked) > 20
     assert asked - known == {f"SELECT count(*) AS count_1 FROM {EVENTS}"}
     engine.dispose()

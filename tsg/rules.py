@@ -171,7 +171,9 @@ def task_rules(
     terminal = status.among(*TERMINAL_WORDS)
     required = is_true(c.delivery_required)
     beats = is_true(c.expects_heartbeat)
-    ends = (terminal, sa.not_(pending))
+    # By its time, which says the same in a row whose lifecycle is right, and is one comparison.
+    ended = terminal if isinstance(terminal, (True_, False_)) else c.ended_at.is_not(None)
+    ends = (ended, sa.not_(pending))
 
     def optional(column: ColumnElement[Any], condition: Condition) -> Condition:
         return _any(column.is_(None), condition)
@@ -464,7 +466,8 @@ class finite(_Typed):  # noqa: N801
     """A floating-point number, neither infinite nor NaN."""
 
     inherit_cache = True
-    sqlite = "typeof({0}) = 'real' AND {0} BETWEEN -1.7976931348623157e308 AND 1.7976931348623157e308"
+    # Its column makes every number one of these; text and blobs are above all numbers.
+    sqlite = "{0} BETWEEN -1.7976931348623157e308 AND 1.7976931348623157e308"
     # NaN is above everything there.
     postgresql = "{0} > '-Infinity'::float8 AND {0} < 'Infinity'::float8"
 
@@ -480,7 +483,7 @@ class boolean(_Typed):  # noqa: N801
     """True or false."""
 
     inherit_cache = True
-    sqlite = "typeof({0}) = 'integer' AND {0} IN (0, 1)"
+    sqlite = "{0} IN (0, 1)"
 
 
 @compiles(_Typed, "sqlite")

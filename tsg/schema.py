@@ -51,8 +51,8 @@ HEAD: Final = REVISIONS[-1]
 
 #: Of what makes up the schema at head, as each database words it: see :mod:`tsg.catalog`.
 _HEAD_SHA256: Final = {
-    "sqlite": "6d7dfec562cc591365897f8b449b2be81a00d314aeb17caafea6e77c1c76a025",
-    "postgresql": "44cbd97dd1df48af551439e325babceaf7b34fcd01519d3c5e4ecf909d6b5e00",
+    "sqlite": "f612fec752ae610a0d8623f3440b27662f083ebd89c327d953914bb8d428e40b",
+    "postgresql": "7d17f95d0dded6f1f3219c200ed9ca4dd90f8fc267927fe8981e916ecc10f84d",
 }
 #: What concurrent migrations of one PostgreSQL database wait for each other by: "tsg" in ASCII.
 _ADVISORY_LOCK: Final = 0x747367

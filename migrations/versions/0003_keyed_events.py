@@ -62,10 +62,7 @@ TASK_CHECKS = (
     ),
     (
         "ck_tsg_tasks_flags",
-        (
-            "(((typeof(delivery_required) = 'integer' AND delivery_required IN (0, 1)) AND "
-            "(typeof(expects_heartbeat) = 'integer' AND expects_heartbeat IN (0, 1))) IS TRUE)"
-        ),
+        "(((delivery_required IN (0, 1)) AND (expects_heartbeat IN (0, 1))) IS TRUE)",
         "(((delivery_required IS NOT NULL) AND (expects_heartbeat IS NOT NULL)) IS TRUE)",
     ),
     (
@@ -144,31 +141,27 @@ TASK_CHECKS = (
     (
         "ck_tsg_tasks_version",
         (
-            "(((typeof(version) = 'integer') AND (started_at IS NULL AND version = 0 + CASE WHEN (status = "
-            "'succeeded' OR status = 'failed' OR status = 'timed_out' OR status = 'cancelled') THEN 1 ELSE 0 "
-            "END + CASE WHEN (delivery_status != 'pending') THEN 1 ELSE 0 END OR started_at IS NOT NULL AND "
-            "version = 1 + CASE WHEN (status = 'succeeded' OR status = 'failed' OR status = 'timed_out' OR "
-            "status = 'cancelled') THEN 1 ELSE 0 END + CASE WHEN (delivery_status != 'pending') THEN 1 ELSE "
-            "0 END OR started_at IS NOT NULL AND (expects_heartbeat IS TRUE) AND version > 1 + CASE WHEN "
-            "(status = 'succeeded' OR status = 'failed' OR status = 'timed_out' OR status = 'cancelled') "
-            "THEN 1 ELSE 0 END + CASE WHEN (delivery_status != 'pending') THEN 1 ELSE 0 END)) IS TRUE)"
+            "(((typeof(version) = 'integer') AND (started_at IS NULL AND version = 0 + CASE WHEN (ended_at "
+            "IS NOT NULL) THEN 1 ELSE 0 END + CASE WHEN (delivery_status != 'pending') THEN 1 ELSE 0 END OR "
+            "started_at IS NOT NULL AND version = 1 + CASE WHEN (ended_at IS NOT NULL) THEN 1 ELSE 0 END + "
+            "CASE WHEN (delivery_status != 'pending') THEN 1 ELSE 0 END OR started_at IS NOT NULL AND "
+            "(expects_heartbeat IS TRUE) AND version > 1 + CASE WHEN (ended_at IS NOT NULL) THEN 1 ELSE 0 "
+            "END + CASE WHEN (delivery_status != 'pending') THEN 1 ELSE 0 END)) IS TRUE)"
         ),
         (
-            "(((version IS NOT NULL) AND (started_at IS NULL AND version = 0 + CASE WHEN (status = "
-            "'succeeded' OR status = 'failed' OR status = 'timed_out' OR status = 'cancelled') THEN 1 ELSE 0 "
-            "END + CASE WHEN (delivery_status != 'pending') THEN 1 ELSE 0 END OR started_at IS NOT NULL AND "
-            "version = 1 + CASE WHEN (status = 'succeeded' OR status = 'failed' OR status = 'timed_out' OR "
-            "status = 'cancelled') THEN 1 ELSE 0 END + CASE WHEN (delivery_status != 'pending') THEN 1 ELSE "
-            "0 END OR started_at IS NOT NULL AND (expects_heartbeat IS TRUE) AND version > 1 + CASE WHEN "
-            "(status = 'succeeded' OR status = 'failed' OR status = 'timed_out' OR status = 'cancelled') "
-            "THEN 1 ELSE 0 END + CASE WHEN (delivery_status != 'pending') THEN 1 ELSE 0 END)) IS TRUE)"
+            "(((version IS NOT NULL) AND (started_at IS NULL AND version = 0 + CASE WHEN (ended_at IS NOT "
+            "NULL) THEN 1 ELSE 0 END + CASE WHEN (delivery_status != 'pending') THEN 1 ELSE 0 END OR "
+            "started_at IS NOT NULL AND version = 1 + CASE WHEN (ended_at IS NOT NULL) THEN 1 ELSE 0 END + "
+            "CASE WHEN (delivery_status != 'pending') THEN 1 ELSE 0 END OR started_at IS NOT NULL AND "
+            "(expects_heartbeat IS TRUE) AND version > 1 + CASE WHEN (ended_at IS NOT NULL) THEN 1 ELSE 0 "
+            "END + CASE WHEN (delivery_status != 'pending') THEN 1 ELSE 0 END)) IS TRUE)"
         ),
     ),
     (
         "ck_tsg_tasks_timeout_seconds",
         (
-            "((timeout_seconds IS NULL OR (typeof(timeout_seconds) = 'real' AND timeout_seconds BETWEEN "
-            "-1.7976931348623157e308 AND 1.7976931348623157e308) AND timeout_seconds >= 0) IS TRUE)"
+            "((timeout_seconds IS NULL OR (timeout_seconds BETWEEN -1.7976931348623157e308 AND "
+            "1.7976931348623157e308) AND timeout_seconds >= 0) IS TRUE)"
         ),
         (
             "((timeout_seconds IS NULL OR (timeout_seconds > '-Infinity'::float8 AND timeout_seconds < "
@@ -178,15 +171,12 @@ TASK_CHECKS = (
     (
         "ck_tsg_tasks_finite",
         (
-            "(((typeof(created_at) = 'real' AND created_at BETWEEN -1.7976931348623157e308 AND "
-            "1.7976931348623157e308) AND (typeof(updated_at) = 'real' AND updated_at BETWEEN "
-            "-1.7976931348623157e308 AND 1.7976931348623157e308) AND (typeof(delivery_updated_at) = 'real' "
-            "AND delivery_updated_at BETWEEN -1.7976931348623157e308 AND 1.7976931348623157e308) AND "
-            "(started_at IS NULL OR (typeof(started_at) = 'real' AND started_at BETWEEN "
-            "-1.7976931348623157e308 AND 1.7976931348623157e308)) AND (ended_at IS NULL OR (typeof(ended_at) "
-            "= 'real' AND ended_at BETWEEN -1.7976931348623157e308 AND 1.7976931348623157e308)) AND "
-            "(deadline_at IS NULL OR (typeof(deadline_at) = 'real' AND deadline_at BETWEEN "
-            "-1.7976931348623157e308 AND 1.7976931348623157e308))) IS TRUE)"
+            "(((created_at BETWEEN -1.7976931348623157e308 AND 1.7976931348623157e308) AND (updated_at "
+            "BETWEEN -1.7976931348623157e308 AND 1.7976931348623157e308) AND (delivery_updated_at BETWEEN "
+            "-1.7976931348623157e308 AND 1.7976931348623157e308) AND (started_at IS NULL OR (started_at "
+            "BETWEEN -1.7976931348623157e308 AND 1.7976931348623157e308)) AND (ended_at IS NULL OR (ended_at "
+            "BETWEEN -1.7976931348623157e308 AND 1.7976931348623157e308)) AND (deadline_at IS NULL OR "
+            "(deadline_at BETWEEN -1.7976931348623157e308 AND 1.7976931348623157e308))) IS TRUE)"
         ),
         (
             "(((created_at > '-Infinity'::float8 AND created_at < 'Infinity'::float8) AND (updated_at > "
@@ -257,10 +247,7 @@ EVENT_CHECKS = (
     ),
     (
         "ck_tsg_task_events_occurred_at",
-        (
-            "((typeof(occurred_at) = 'real' AND occurred_at BETWEEN -1.7976931348623157e308 AND "
-            "1.7976931348623157e308) IS TRUE)"
-        ),
+        "((occurred_at BETWEEN -1.7976931348623157e308 AND 1.7976931348623157e308) IS TRUE)",
         "((occurred_at > '-Infinity'::float8 AND occurred_at < 'Infinity'::float8) IS TRUE)",
     ),
     (
