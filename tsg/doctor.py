@@ -171,27 +171,10 @@ def _quick_check(connection: Connection) -> str:
 
 
 @cache
-def _task_scan() -> sa.Select[*tuple[Any, ...]]:
-    """One pass over the tasks for everything that a row, its parent and its events say of each other."""
+def _rows() -> sa.Select[*tuple[Any, ...]]:
+    """One pass over the tasks for everything that a row says by itself."""
     task = tasks.alias("task")
-    parent = tasks.alias("parent")
-    event = task_events.alias("event")
     c = task.c
-    older_than_parent = sa.and_(
-        c.parent_id.is_not(None),
-        # A time that is none at all is held against its own row only.
-        rules.finite(c.created_at),
-        sa.exists().where(
-            parent.c.id == c.parent_id, parent.c.created_at > c.created_at, rules.finite(parent.c.created_at)
-        ),
-    )
-    # Every event that is the implied one of its number counts 1 and any other far too much, so that only the
-    # exact chain, no event missing or added, comes out at the number that is expected.
-    chain = (
-        sa.select(sa.func.sum(sa.case((rules.is_implied(event.c, c), 1), else_=1000)))
-        .where(event.c.task_pk == c.pk)
-        .scalar_subquery()
-    )
     count = sa.func.count
     by_status = [
         count().filter(_text(c.status) == rules.constant(state.value)).label(f"task_{state.value}")
@@ -206,19 +189,66 @@ def _task_scan() -> sa.Select[*tuple[Any, ...]]:
         *by_status,
         *by_delivery,
         count().filter(rules.broken(c, heading="state")).label("state_inconsistency_count"),
-        count()
-        .filter(sa.or_(rules.broken(c, heading="timestamp"), older_than_parent))
-        .label("timestamp_inconsistency_count"),
-        count().filter(chain.is_distinct_from(rules.expected_events(c))).label("event_inconsistency_count"),
+        count().filter(rules.broken(c, heading="timestamp")).label("timestamp_inconsistency_count"),
     ).select_from(task)
+
+
+@cache
+def _older_than_parents() -> sa.Select[*tuple[Any, ...]]:
+    """How many tasks are older than their parent, and have no other fault in their times."""
+    child, parent = tasks.alias("child"), tasks.alias("parent")
+    return (
+        sa.select(sa.func.count())
+        .select_from(child.join(parent, parent.c.id == child.c.parent_id))
+        .where(
+            child.c.parent_id.is_not(None),
+            parent.c.created_at > child.c.created_at,
+            # A time that is none at all is held against its own row only.
+            rules.finite(parent.c.created_at),
+            sa.not_(rules.broken(child.c, heading="timestamp")),
+        )
+    )
+
+
+@cache
+def _chains(dialect: str) -> sa.Select[*tuple[Any, ...]]:
+    """How many tasks have other events than their row implies.
+
+    Every event that is the implied one of its number counts 1 and any other far too much, so that only the exact
+    chain, no event missing or added, comes out at the number that is expected.
+    """
+    task = tasks.alias("task")
+    event = task_events.alias("event")
+    implied = sa.case((rules.is_implied(event.c, task.c), _number(1)), else_=_number(1000))
+    found = sa.func.sum(implied)
+    expected = rules.expected_events(task.c)
+    if dialect == "sqlite":
+        # Both lie in the order of their keys: to look for a task's events is to go on where one is.
+        chain = sa.select(found).where(event.c.task_pk == task.c.pk).scalar_subquery()
+        return sa.select(sa.func.count()).select_from(task).where(chain.is_distinct_from(expected))
+    # To look for each task's events by itself takes PostgreSQL three times as long as to join them all.
+    joined = task.outerjoin(event, event.c.task_pk == task.c.pk)
+    grouped = sa.select(task.c.pk).select_from(joined).group_by(task.c.pk).having(found.is_distinct_from(expected))
+    return sa.select(sa.func.count()).select_from(grouped.subquery("wrong"))
+
+
+def _number(value: int) -> sa.ColumnElement[int]:
+    return sa.literal_column(str(value), sa.Integer())
 
 
 def _text(column: sa.ColumnElement[Any]) -> sa.ColumnElement[str]:
     return sa.type_coerce(column, sa.String())
 
 
-def _scan_tasks(connection: Connection) -> Counts:
-    return dict(connection.execute(_task_scan()).one()._mapping)
+def _scan_rows(connection: Connection) -> Counts:
+    counts: Counts = dict(connection.execute(_rows()).one()._mapping)
+    # One task counts once under a heading, whatever is wrong with it.
+    counts["timestamp_inconsistency_count"] += connection.execute(_older_than_parents()).scalar_one()
+    return counts
+
+
+def _count_wrong_chains(connection: Connection) -> Counts:
+    return {"event_inconsistency_count": connection.execute(_chains(connection.dialect.name)).scalar_one()}
 
 
 def _count_events(connection: Connection) -> Counts:
@@ -283,7 +313,8 @@ def _count_cycles(connection: Connection) -> Counts:
 
 
 CHECKS: Final = (
-    Check("rows and their events", _scan_tasks),
+    Check("rows", _scan_rows),
+    Check("chains of events", _count_wrong_chains),
     Check("events", _count_events),
     Check("orphans", _count_orphans),
     Check("references", _count_broken_references),
