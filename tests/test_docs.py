@@ -42,6 +42,18 @@ def test_the_readme_python_runs(folder: Path) -> None:
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "0 0\n", "")
 
 
+def test_the_readme_python_on_many_tasks_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (example,) = (block for block in blocks("python") if "heartbeat_many" in block)
+    with tsg.Ledger(folder / "many" / "tasks.sqlite") as ledger:
+        running, queued = ledger.create_task().id, ledger.create_task().id
+        ledger.start_task(running)
+        names: dict[str, object] = {"ledger": ledger, "worker_ids": [running, queued]}
+        exec(example, names)
+        assert ledger.get_task(running).version == 2
+    assert names["not_running"] == [queued]
+    assert capsys.readouterr().out == "0 0\n0\n"
+
+
 FILES = {
     "# application.py\n": "application.py",
     "# migrations/env.py\n": "migrations/env.py",
