@@ -53,8 +53,8 @@ lint: $(VENV)/.lint
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# What README.md quotes: against the published package and against plain SQL, as ratios. With 100,000 tasks; and with
-# 1,000,000, of which some are ten times as many.
+# What README.md quotes: beside the published package and beside plain SQL, with 100,000 tasks and up to 1,000,000;
+# bench-full with 1,000,000 and up to 10,000,000. BENCH_ARGS="--only apply,doctor --rounds 3" measures less.
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks --name bench $(BENCH_ARGS)
 	$(BIN)/python -m benchmarks.report benchmarks/results/bench.json > benchmarks/results/bench.md

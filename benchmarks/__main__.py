@@ -1,18 +1,19 @@
 """``make bench`` and ``make bench-full``: everything is measured in turns, and every reading is kept.
 
-python -m benchmarks [--tasks N] [--largest M] [--rounds R] [--only PART,...] [--name NAME]
+python -m benchmarks [--tasks N] [--largest M] [--rounds R] [--only PART,... [--add]] [--name NAME]
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from pathlib import Path
 
 from benchmarks import busy, files, postgresql, report, scale, start
 from benchmarks.measure import say
-from benchmarks.results import FOLDER, Results, Row, surroundings
+from benchmarks.results import FOLDER, Results, Row, load, surroundings
 
 PARTS = (
     "preview", "snapshot", "apply", "doctor", "verbs", "session", "heartbeat", "size", "memory", "flat", "postgresql",
@@ -25,32 +26,31 @@ def main() -> None:
     asked = _arguments()
     parts, count, rounds = asked.only, asked.tasks, asked.rounds
     sizes = scale.sizes_up_to(count, asked.largest)
-    results = Results(count, sizes[-1], rounds, about=surroundings())
     path = FOLDER / f"{asked.name}.json"
+    results = Results(count, asked.largest, rounds, about=surroundings())
+    if asked.add:
+        results.keep(load(path), parts)
 
-    def measure(wanted: bool, work: Callable[[Path], list[Row]]) -> None:
-        if wanted:
+    def measure(wanted: Collection[str], work: Callable[[Path], list[Row]]) -> None:
+        if parts & set(wanted):
             # A folder of its own each: what an error leaves is in nobody's way.
             with tempfile.TemporaryDirectory(prefix="tsg-bench-", dir=asked.folder) as folder:
                 results.rows += work(Path(folder))
             results.save(path)
 
-    measure(bool({"preview", "apply", "doctor"} & parts), lambda folder: files.sweeps(folder, count, rounds, parts))
-    measure("snapshot" in parts, lambda folder: files.snapshot(folder, count, rounds))
-    measure(
-        bool({"verbs", "session", "heartbeat"} & parts), lambda folder: files.verbs(folder, count, rounds, parts)
-    )
-    measure("size" in parts, lambda folder: files.sizes(folder, count))
-    measure("start" in parts, start.starts)
-    measure("busy" in parts, lambda folder: busy.waits(folder, count, rounds))
-    measure("flat" in parts, lambda folder: scale.flatness_of_files(folder, sizes, rounds))
-    measure("memory" in parts, lambda folder: scale.memory_growth(folder, sizes, rounds))
-    if {"flat", "postgresql"} & parts:
-        with postgresql.place() as server:
-            if server is not None:
-                results.about["postgresql"] = str(server.version)
-                measure("postgresql" in parts, lambda _: postgresql.sweeps(server, count, rounds))
-                measure("flat" in parts, lambda _: scale.flatness_on_postgresql(server, sizes, rounds))
+    measure(("preview", "apply", "doctor"), lambda folder: files.sweeps(folder, count, rounds, parts))
+    measure(("snapshot",), lambda folder: files.snapshot(folder, count, rounds))
+    measure(("verbs", "session", "heartbeat"), lambda folder: files.verbs(folder, count, rounds, parts))
+    measure(("size",), lambda folder: files.sizes(folder, count))
+    measure(("start",), start.starts)
+    measure(("busy",), lambda folder: busy.waits(folder, count, rounds))
+    measure(("flat",), lambda folder: scale.flatness_of_files(folder, sizes, rounds))
+    measure(("memory",), lambda folder: scale.memory_growth(folder, sizes, rounds))
+    with postgresql.place() if parts & {"flat", "postgresql"} else nullcontext() as server:
+        if server is not None:
+            results.about["postgresql"] = str(server.version)
+            measure(("postgresql",), lambda _: postgresql.sweeps(server, count, rounds))
+            measure(("flat",), lambda _: scale.flatness_on_postgresql(server, sizes, rounds))
     say(f"written to {path}")
     print(report.markdown(results))
 
@@ -61,6 +61,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--largest", type=int, help="of the samples for flatness and memory; ten times as many")
     parser.add_argument("--rounds", type=int, help="5 up to 100,000 tasks, 3 for more")
     parser.add_argument("--only", type=_parts, default=frozenset(PARTS), metavar="PART,...", help=", ".join(PARTS))
+    parser.add_argument("--add", action="store_true", help="keep the other parts of the file that is there")
     parser.add_argument("--name", default="latest", help="of the file in benchmarks/results")
     parser.add_argument("--folder", type=Path, help="for the samples, on a local disk; the system's temporary one")
     asked = parser.parse_args()

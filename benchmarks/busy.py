@@ -63,9 +63,11 @@ def _sweep_among_beaters(path: Path) -> dict[str, float]:
         for beater in beaters:
             beater.join()
     # Those that lay in the time of the sweep, in whole or in part.
-    beats = sorted((until - since) * 1e3 for each, _ in heard for since, until in each if until > began and since < ended)
+    beats = sorted(
+        (until - since) * 1e3 for each, _ in heard for since, until in each if until > began and since < ended
+    )
     return {
-        "p99": statistics.quantiles(beats, n=100)[98],
+        "p99": statistics.quantiles(beats, n=100, method="inclusive")[98],
         "median": statistics.median(beats),
         "longest": beats[-1],
         "beats": len(beats),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-import task_state_guard
+import task_state_guard  # type: ignore[import-untyped]
 from sqlalchemy.orm import Session
 
 import tsg
@@ -71,7 +71,7 @@ def _work(side: str, ledger: Any) -> dict[str, Work]:
 def snapshot(folder: Path, count: int, rounds: int) -> list[Row]:
     """A preview of a closed file: opened, looked at, closed, without a byte of it changed by ours."""
     count = min(count, SNAPSHOT_TASKS)
-    row = Row("snapshot", f"open a closed file of {count:,} tasks, preview, close")
+    row = Row("snapshot", f"a closed file of {count:,}: open, preview, close")
 
     def ours(copy: Path) -> None:
         with tsg.Ledger(copy, read_only=True, clock=lambda: NOW) as ledger:
@@ -92,7 +92,7 @@ def verbs(folder: Path, count: int, rounds: int, parts: Collection[str]) -> list
     """One transition after another, each in a transaction of its own; and many in one."""
     one_by_one = [Row("verbs", f"{verb}, one task") for verb in ("create", "start", "close", "deliver")]
     all_four = Row("verbs", "create, start, close, deliver: each")
-    session = Row("session", f"the same in a host's session, {IN_A_SESSION:,} tasks a transaction: each")
+    session = Row("session", f"the same in a host's session, {IN_A_SESSION:,} tasks at once: each")
     beat = Row("heartbeat", "heartbeat, one task")
     beats = Row("heartbeat", f"heartbeat_many, {AT_ONCE:,} tasks: each")
     with _both(folder, Layout.MIXED, count) as files:

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-GRACES = {"active_grace_seconds": 600.0, "delivery_grace_seconds": 600.0}
+GRACES: dict[str, Any] = {"active_grace_seconds": 600.0, "delivery_grace_seconds": 600.0}
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 
@@ -84,23 +84,24 @@ class Place:
 def place() -> Iterator[Place | None]:
     """The server that is named, or one of the run's own; none where there can't be one."""
     named = os.environ.get(URL_VARIABLE)
-    server: Server | None = None
-    if named is None:
+    if named is not None:
+        found = Place(sa.make_url(named))
         try:
-            server = Server()
-            server.start()
-        except (pytest.UsageError, RuntimeError) as error:
-            say(f"without PostgreSQL: {error}")
-            yield None
-            return
-    found = Place(sa.make_url(named if server is None else server.url))
-    try:
-        yield found
-    finally:
-        if server is None:
+            yield found
+        finally:
             found.clear()
-        else:
-            server.remove()
+        return
+    try:
+        server = Server()
+        server.start()
+    except (pytest.UsageError, RuntimeError) as error:
+        say(f"without PostgreSQL: {error}")
+        yield None
+        return
+    try:
+        yield Place(sa.make_url(server.url))
+    finally:
+        server.remove()
 
 
 def connect(url: sa.URL) -> psycopg.Connection:
@@ -109,7 +110,7 @@ def connect(url: sa.URL) -> psycopg.Connection:
     return psycopg.connect(plain, autocommit=True)
 
 
-def sweeps(server: Place, count: int, rounds: int, parts: Collection[str]) -> list[Row]:
+def sweeps(server: Place, count: int, rounds: int) -> list[Row]:
     """Doctor and apply, each round on a fresh copy a side."""
     doctor, apply = Row("postgresql", "doctor, PostgreSQL"), Row("postgresql", "reconcile, apply, PostgreSQL")
     say(f"a sample of {count:,} tasks on PostgreSQL")

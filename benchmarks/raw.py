@@ -1,7 +1,8 @@
 """The same work as plain SQL written by hand on our tables: what a database can't do without.
 
-Apply is a count, the events and the update; doctor is one scan with every rule of a row, its exact chain of
-events by a correlated subquery, and the counts. Nothing of the package is asked here.
+Apply is a count, the events and the update; doctor is one scan with every rule of a row and, by a correlated
+subquery, its exact chain of events, and the counts. On PostgreSQL the chains are joined, a statement for themselves:
+its workers share neither a subquery nor what stands beside one. Nothing of the package is asked here.
 """
 
 from __future__ import annotations
@@ -98,9 +99,10 @@ def doctor_on_postgresql(connection: psycopg.Connection) -> bool:
 
     with connection.transaction():
         connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
-        *_, state, time, chain = one(_SCAN_POSTGRESQL)
+        *_, state, time = one(_ROWS_POSTGRESQL)
+        younger, chain = one(_YOUNGER_POSTGRESQL)[0], one(_CHAINS_POSTGRESQL)[0]
         events, orphans, strays = one(_EVENTS)[0], one(_ORPHANS)[0], one(_STRAYS)[0]
-    return bool(events and not (orphans or strays or state or time or chain))
+    return bool(events and not (orphans or strays or state or time or younger or chain))
 
 
 _EVENTS = "SELECT count(*) FROM tsg_task_events"
@@ -147,14 +149,14 @@ _ORDER = """
     AND CASE WHEN delivery_status = 'pending' THEN delivery_updated_at = created_at
         ELSE delivery_updated_at >= ended_at END
 """
-_YOUNGER = "parent_id IS NOT NULL AND EXISTS (SELECT 1 FROM tsg_tasks AS p WHERE p.id = t.parent_id AND {later})"
+_YOUNGER = "SELECT 1 FROM tsg_tasks AS p WHERE p.id = t.parent_id AND p.created_at > t.created_at"
 _STEPS = (
     "(CASE WHEN started_at IS NULL THEN 0 ELSE 1 END + CASE WHEN status IN ('queued', 'running') THEN 0 ELSE 1 END "
     "+ CASE WHEN delivery_status = 'pending' THEN 0 ELSE 1 END)"
 )
 # A right event counts 1, a wrong one so much that the sum can't be the number of steps and the creation.
 _CHAIN = """
-    (SELECT sum(CASE WHEN CASE
+    sum(CASE WHEN CASE
         WHEN e.number = 0 THEN e.kind = 'created' AND e.from_status IS NULL AND e.to_status = 'queued'
             AND e.code = 'created' AND e.occurred_at = t.created_at
         WHEN e.number = 1 AND t.started_at IS NOT NULL THEN e.kind = 'task_transition' AND e.from_status = 'queued'
@@ -165,27 +167,29 @@ _CHAIN = """
         WHEN e.number = CASE WHEN t.started_at IS NULL THEN 2 ELSE 3 END THEN e.kind = 'delivery_transition'
             AND e.from_status = 'pending' AND e.to_status = t.delivery_status
             AND e.occurred_at = t.delivery_updated_at AND {same_delivery}
-    END THEN 1 ELSE 1000 END) FROM tsg_task_events AS e WHERE e.task_pk = t.pk)
+    END THEN 1 ELSE 1000 END)
 """
 
 
-def _scan(types: str, times: str, same: str, different: str, finite: str) -> str:
-    """One pass over the tasks, in the words of one database."""
-    words = {"status": ("queued", "running", "succeeded", "failed", "timed_out", "cancelled"),
-             "delivery_status": ("pending", "delivered", "failed", "not_applicable")}
+def _rows(types: str, times: str) -> str:
+    """What is counted in one pass over the tasks, in the words of one database; the faults last."""
+    words = {
+        "status": ("queued", "running", "succeeded", "failed", "timed_out", "cancelled"),
+        "delivery_status": ("pending", "delivered", "failed", "not_applicable"),
+    }
     counts = ", ".join(
         f"count(*) FILTER (WHERE {column} = '{word}')" for column, known in words.items() for word in known
     )
-    chain = _CHAIN.format(
-        same_end=same.format("e.code", "t.terminal_code"), same_delivery=same.format("e.code", "t.delivery_code")
-    )
-    later = f"p.created_at > t.created_at AND {finite.format('p.created_at')} AND {finite.format('t.created_at')}"
-    younger = _YOUNGER.format(later=later)
     return (
         f"SELECT count(*), {counts}, "
         f"count(*) FILTER (WHERE ({types} AND {_STATES.format(steps=_STEPS)}) IS NOT TRUE), "
-        f"count(*) FILTER (WHERE ({times} AND {_ORDER}) IS NOT TRUE OR ({younger})), "
-        f"count(*) FILTER (WHERE {different.format(chain, f'1 + {_STEPS}')}) FROM tsg_tasks AS t"
+        f"count(*) FILTER (WHERE ({times} AND {_ORDER}) IS NOT TRUE"
+    )
+
+
+def _chain(same: str) -> str:
+    return _CHAIN.format(
+        same_end=same.format("e.code", "t.terminal_code"), same_delivery=same.format("e.code", "t.delivery_code")
     )
 
 
@@ -195,25 +199,30 @@ def _all_finite(finite: str) -> str:
     return " AND ".join((*map(finite.format, always), *optional))
 
 
-_HEX = "[0-9a-f]"
-_UUID = f"typeof({{0}}) = 'text' AND length(CAST({{0}} AS BLOB)) = 36 AND {{0}} GLOB '{'-'.join(_HEX * n for n in (8, 4, 4, 4, 12))}'"
+_UUID_GLOB = "-".join("[0-9a-f]" * length for length in (8, 4, 4, 4, 12))
+_UUID = f"typeof({{0}}) = 'text' AND length(CAST({{0}} AS BLOB)) = 36 AND {{0}} GLOB '{_UUID_GLOB}'"
 _SQLITE_FINITE = "(typeof({0}) = 'real' AND abs({0}) <= 1.7976931348623157e308)"
 _POSTGRESQL_FINITE = "({0} > '-Infinity' AND {0} < 'Infinity')"
-_SCAN_SQLITE = _scan(
+_SQLITE_TYPES = (
     f"{_UUID.format('id')} AND (parent_id IS NULL OR ({_UUID.format('parent_id')})) AND typeof(version) = 'integer' "
     "AND typeof(delivery_required) = 'integer' AND delivery_required IN (0, 1) "
     "AND typeof(expects_heartbeat) = 'integer' AND expects_heartbeat IN (0, 1) "
     "AND (payload_hash IS NULL OR (typeof(payload_hash) = 'text' AND length(payload_hash) = 64 "
-    "AND length(CAST(payload_hash AS BLOB)) = 64 AND payload_hash NOT GLOB '*[^0-9a-f]*'))",
-    _all_finite(_SQLITE_FINITE),
-    "{0} IS {1}",
-    "{0} IS NOT {1}",
-    _SQLITE_FINITE,
+    "AND length(CAST(payload_hash AS BLOB)) = 64 AND payload_hash NOT GLOB '*[^0-9a-f]*'))"
 )
-_SCAN_POSTGRESQL = _scan(
-    "(payload_hash IS NULL OR (length(payload_hash) = 64 AND payload_hash !~ '[^0-9a-f]'))",
-    _all_finite(_POSTGRESQL_FINITE),
-    "{0} IS NOT DISTINCT FROM {1}",
-    "{0} IS DISTINCT FROM {1}",
-    _POSTGRESQL_FINITE,
+_POSTGRESQL_TYPES = "(payload_hash IS NULL OR (length(payload_hash) = 64 AND payload_hash !~ '[^0-9a-f]'))"
+
+_SCAN_SQLITE = (
+    f"{_rows(_SQLITE_TYPES, _all_finite(_SQLITE_FINITE))} OR (parent_id IS NOT NULL AND EXISTS ({_YOUNGER}))), "
+    f"count(*) FILTER (WHERE (SELECT {_chain('{0} IS {1}')} FROM tsg_task_events AS e WHERE e.task_pk = t.pk) "
+    f"IS NOT 1 + {_STEPS}) FROM tsg_tasks AS t"
+)
+_ROWS_POSTGRESQL = f"{_rows(_POSTGRESQL_TYPES, _all_finite(_POSTGRESQL_FINITE))}) FROM tsg_tasks AS t"
+_YOUNGER_POSTGRESQL = (
+    "SELECT count(*) FROM tsg_tasks AS t JOIN tsg_tasks AS p ON p.id = t.parent_id "
+    "WHERE t.parent_id IS NOT NULL AND p.created_at > t.created_at"
+)
+_CHAINS_POSTGRESQL = (
+    "SELECT count(*) FROM (SELECT t.pk FROM tsg_tasks AS t LEFT JOIN tsg_task_events AS e ON e.task_pk = t.pk "
+    f"GROUP BY t.pk HAVING {_chain('{0} IS NOT DISTINCT FROM {1}')} IS DISTINCT FROM 1 + {_STEPS}) AS wrong"
 )

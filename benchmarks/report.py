@@ -7,12 +7,13 @@ python -m benchmarks.report --readme RESULTS.json  also puts the tables into REA
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.results import BARE, OURS, PUBLISHED, RAW, Results, Row, load
-from benchmarks.start import COMMAND, IMPORTS
+from benchmarks.start import COMMAND, IMPORTS, RUNS
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
@@ -43,7 +44,10 @@ def _plain(results: Results) -> Iterator[str]:
         yield f"| {results.tasks:,} tasks | plain SQL | tsg | tsg : plain SQL | goal |"
         yield "|---|--:|--:|--:|--:|"
     for row in rows:
-        for side, title, goal in ((RAW, row.title, RAW_GOAL), (BARE, f"{row.title}; without CHECKs and triggers", None)):
+        for side, title, goal in (
+            (RAW, row.title, RAW_GOAL),
+            (BARE, f"{row.title}; without CHECKs and triggers", None),
+        ):
             ratio = row.ratio(OURS, side)
             if ratio is not None:
                 shown = f"{_shown(row, side)} | {_shown(row, OURS)}"
@@ -91,14 +95,15 @@ def _about(results: Results) -> str:
     packages = ("python", "sqlite", "postgresql", "sqlalchemy", "task-state-guard")
     versions = ", ".join(f"{package} {about[package]}" for package in packages if package in about)
     return (
-        f"Medians of {results.rounds} in turns, and ratios of medians, on {about['date'][:10]}: {versions}; "
+        f"Medians of {results.rounds} in turns ({RUNS} for the command line), and ratios of medians, "
+        f"on {about['date'][:10]}: {versions}; "
         f"{about['cpu']}, {about['cores']} cores, {about['memory']}. `{about['command']}`"
     )
 
 
 def _judged(reached: float | None, goal: float | None, unit: str = "") -> str:
     if reached is None:
-        return "–"
+        return "not measured"
     missed = goal is not None and reached > goal
     return f"**{_number(reached)}{unit}**{', missed' if missed else ''}"
 
@@ -139,7 +144,7 @@ def main() -> None:
     parser.add_argument("--readme", action="store_true", help="put the tables into README.md")
     asked = parser.parse_args()
     results = load(asked.results)
-    picture = asked.results.with_suffix(".svg").resolve()
+    picture = asked.results.with_suffix(".svg").absolute()
 
     # Only here is it needed.
     from benchmarks import plot
@@ -148,8 +153,8 @@ def main() -> None:
     block = markdown(results)
     print(block)
     if asked.readme:
-        relative = picture.relative_to(README.parent).as_posix()
-        into_readme(f"![{plot.DESCRIPTION}]({relative})\n\n{block}")
+        address = Path(os.path.relpath(picture, README.parent)).as_posix()
+        into_readme(f"![{plot.DESCRIPTION}]({address})\n\n{block}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import json
 import os
 import platform
@@ -10,6 +10,7 @@ import shlex
 import sqlite3
 import statistics
 import sys
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -65,6 +66,13 @@ class Results:
         """The rows of one part, in the order in which they were measured."""
         return [row for row in self.rows if row.part == name]
 
+    def keep(self, earlier: Results, measured_again: Collection[str]) -> None:
+        """Take over the other parts of an earlier run of the same sizes."""
+        if (earlier.tasks, earlier.largest) != (self.tasks, self.largest):
+            raise SystemExit("the file that is there is of other sizes")
+        self.rows = [row for row in earlier.rows if row.part not in measured_again]
+        self.about = earlier.about | self.about | {"command": f"{earlier.about['command']}; {self.about['command']}"}
+
     def save(self, path: Path) -> None:
         """Write it down."""
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +89,7 @@ def surroundings() -> dict[str, str]:
     """Where and with what this runs."""
     packages = ("sqlalchemy", "alembic", "click", "psycopg", "task-state-guard")
     return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
         "machine": platform.platform(),
         "cpu": _cpu(),

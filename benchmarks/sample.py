@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 
 import psycopg
-import task_state_guard
+import task_state_guard  # type: ignore[import-untyped]
 
 import tsg
 
@@ -82,8 +82,13 @@ def build_published(path: Path, layout: Layout, count: int) -> None:
     _fill(
         path,
         _insert_tasks("tasks", {"id": _SQLITE_ID, "delivery_required": "1"}, layout, count, sqlite=True),
-        _insert_events("task_events (task_id, event_kind, from_value, to_value, occurred_at, code)", _SQLITE_ID, layout,
-                       count, sqlite=True),
+        _insert_events(
+            "task_events (task_id, event_kind, from_value, to_value, occurred_at, code)",
+            _SQLITE_ID,
+            layout,
+            count,
+            sqlite=True,
+        ),
     )
 
 

@@ -18,10 +18,10 @@ PREVIEWS = 10
 
 
 def sizes_up_to(tasks: int, largest: int) -> list[int]:
-    """From 100,000, or fewer where all of it is smaller, by tens."""
+    """From 100,000, or fewer where all of it is smaller, by tens to the largest."""
     sizes = [min(100_000, tasks)]
-    while sizes[-1] * 10 <= largest:
-        sizes.append(sizes[-1] * 10)
+    while sizes[-1] < largest:
+        sizes.append(min(sizes[-1] * 10, largest))
     return sizes
 
 

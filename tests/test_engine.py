@@ -30,15 +30,15 @@ UNKNOWN = "00000000-0000-4000-8000-000000000000"
 
 @pytest.fixture
 def statements() -> Iterator[list[str]]:
-    """Every statement that any engine sends, in order."""
+    """Every statement that SQLite is given on any engine's connection, in order, whoever gives it."""
     sent: list[str] = []
 
-    def note(connection: Any, cursor: Any, statement: str, *rest: Any) -> None:
-        sent.append(statement)
+    def trace(connection: Any, record: object) -> None:
+        connection.set_trace_callback(sent.append)
 
-    sa.event.listen(Engine, "before_cursor_execute", note)
+    sa.event.listen(Engine, "connect", trace)
     yield sent
-    sa.event.remove(Engine, "before_cursor_execute", note)
+    sa.event.remove(Engine, "connect", trace)
 
 
 def begins(statements: list[str]) -> list[str]:

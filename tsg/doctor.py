@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from tsg import reconcile, rules, schema
-from tsg.engine import is_autocommit, refusing, snapshot, unchecked
+from tsg.engine import DATABASE_ERRORS, is_autocommit, refusing, snapshot, unchecked
 from tsg.errors import StateConflict
 from tsg.listing import Progress
 from tsg.states import DeliveryStatus, TaskStatus
@@ -113,7 +113,7 @@ def examine(target: Connection | reconcile.Session, *, progress: Progress | None
                 try:
                     with _contained(connection):
                         counts |= check.counts(connection)
-                except sa.exc.DBAPIError:
+                except DATABASE_ERRORS:
                     # What could not be read is no proof of health; the report says so.
                     counts["doctor_error_count"] += 1
                 done(step)
@@ -143,7 +143,7 @@ def _schema(connection: Connection) -> tuple[int, bool]:
             revision = schema.state(connection).revision
             version = int(revision) if revision is not None and _REVISION.match(revision) else 0
             return version, schema.fault(connection) is None
-    except (StateConflict, sa.exc.DBAPIError):
+    except (StateConflict, *DATABASE_ERRORS):
         return 0, False
 
 
@@ -162,7 +162,7 @@ def _quick_check(connection: Connection) -> str:
         found = connection.exec_driver_sql("PRAGMA quick_check(2147483647)", execution_options={"yield_per": 1000})
         with found:
             sound = all(row[0] == "ok" or str(row[0]).startswith("NULL value in ") for row in found)
-    except sa.exc.DBAPIError:
+    except DATABASE_ERRORS:
         return "failed"
     return "ok" if sound else "failed"
 

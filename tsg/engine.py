@@ -50,6 +50,9 @@ _CONTENTION: Final = ("40001", "40P01", "55P03")
 #: Insufficient privilege, invalid schema name.
 _NOT_ALLOWED: Final = ("42501", "3F000")
 
+#: What a database's refusal can come as. The last is sqlite3's, where SQLite's own message quotes a damaged schema.
+DATABASE_ERRORS: Final = (sa.exc.SQLAlchemyError, sqlite3.Error, UnicodeDecodeError)
+
 #: The isolation levels that are asked of PostgreSQL: for one transition, and for a report or a sweep.
 READ_COMMITTED: Final = "READ COMMITTED"
 REPEATABLE_READ: Final = "REPEATABLE READ"
@@ -283,7 +286,7 @@ def refusing() -> Iterator[None]:
         yield
     except (sa.exc.IntegrityError, sqlite3.IntegrityError):
         raise StateConflict("the database's own guards refused the change; run doctor") from None
-    except (sa.exc.SQLAlchemyError, sqlite3.Error) as error:
+    except DATABASE_ERRORS as error:
         if isinstance(error, sa.exc.TimeoutError) or is_contention(error):
             raise StateConflict("others kept the ledger busy for too long; try again", retriable=True) from None
         if getattr(getattr(error, "orig", None), "sqlstate", None) in _NOT_ALLOWED:

@@ -286,7 +286,7 @@ def wipe(connection: sqlite3.Connection) -> None:
             for (name,) in found:
                 connection.execute(f'DROP {kind} "{name.replace(chr(34), chr(34) * 2)}"')
         connection.commit()
-    except sqlite3.DatabaseError:
+    except (sqlite3.DatabaseError, UnicodeDecodeError):
         pass
     finally:
         connection.close()
