@@ -45,8 +45,9 @@ from tests.damage import (
     some_kinds,
 )
 from tsg import Ledger, LedgerError, StateConflict, doctor
+from tsg.checkup import examine_file
 from tsg.guards import GUARDS
-from tsg.ledger import TaskRecord, creation, examine_file
+from tsg.ledger import TaskRecord, creation
 from tsg.models import Task
 from tsg.rules import event_rules, task_rules
 from tsg.states import TERMINAL, DeliveryStatus, Event, Verb, created, transition

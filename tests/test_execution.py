@@ -618,20 +618,7 @@ def test_a_statement_is_compiled_once(ways: tuple[Way, Way]) -> None:
     assert kept.currsize < kept.maxsize
 
 
-def test_what_a_statement_needs_is_given_by_every_verb(ways: tuple[Way, Way], monkeypatch: pytest.MonkeyPatch) -> None:
-    way, _ = ways
-    bound = execution._Prepared.bound
-    missing: list[str] = []
-
-    def watching(self: Any, parameters: Any) -> list[Any]:
-        missing.extend(name for name, default, _ in self.binders if name not in parameters and default is None)
-        return bound(self, parameters)
-
-    monkeypatch.setattr(execution._Prepared, "bound", watching)
-    some_kinds(way.ledger, way.clock)
-    task = way.ledger.create_task().id
-    way.ledger.start_task(task)
-    way.ledger.heartbeat_many([task])
-    way.ledger.children_of(task)
-    assert missing == []
-    assert verbs.__name__ == "tsg.verbs"
+def test_a_parameter_that_a_statement_needs_and_is_not_given_is_no_null(ways: tuple[Way, Way]) -> None:
+    _, way = ways
+    with driver_transaction(way.ledger._opened.engine) as driver, pytest.raises(KeyError):
+        DriverExecution(driver).rows(verbs._statements().by_id, {})

@@ -484,7 +484,7 @@ def test_runs_in_batches_are_awaited_with_the_same_reports(url: sa.URL, clock: F
             report = await ledger.reconcile(**grace, progress=progress)
             assert {**preview, "dry_run": False, "applied": True} == report
             assert (report["tasks_timed_out"], report["deliveries_failed"], report["batches"]) == (3, 3, 4)
-            assert told == [(2, 3), (3, 3), (5, 6), (6, 6)]
+            assert told == [(2, 6), (3, 6), (5, 6), (6, 6)]
             told.clear()
             before = await ledger.prune(500, 2, dry_run=True)
             pruned = await ledger.prune(0, batch_size=2, progress=progress)

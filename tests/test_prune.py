@@ -451,7 +451,7 @@ def test_a_child_that_comes_between_batches_keeps_all_that_is_above_it(
         report = both.prune(0, 2, progress=after(1, lambda: made.append(other.create_task(parent_id=bottom).id)))
     assert there(target) == {top, middle, bottom, *made}
     assert not set(others) & there(target)
-    assert report == counts(closed_examined=6, tasks_pruned=3, events_pruned=12, parents_retained=3, batches=2)
+    assert report == counts(closed_examined=6, tasks_pruned=3, events_pruned=12, parents_retained=3, batches=3)
     assert both.doctor()["healthy"]
 
 

@@ -29,7 +29,7 @@ from tests.damage import (
     lifted,
 )
 from tsg import Ledger
-from tsg.rules import DELIVERY_STATUSES, TERMINAL_WORDS, broken, event_rules, sound, task_rules
+from tsg.rules import DELIVERY_STATUSES, TERMINAL_WORDS, breaks, broken, event_rules, sound, task_rules
 from tsg.tables import task_events, tasks
 
 TASK_RULES = {rule.name: rule for rule in task_rules(tasks.c)}
@@ -451,8 +451,10 @@ def _stored(connection: sqlite3.Connection, table: str, columns: tuple[str, ...]
 
 
 SOUND = sql(sound(tasks.c))
-SOUND_STATE = sql(sa.not_(broken(tasks.c, heading="state")))
-SOUND_TIMES = sql(sa.not_(broken(tasks.c, heading="timestamp")))
+SOUND_STATE, SOUND_TIMES = (
+    sql(sa.not_(breaks(rule for rule in task_rules(tasks.c) if rule.heading == heading)))
+    for heading in ("state", "timestamp")
+)
 
 
 @often

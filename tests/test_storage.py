@@ -21,7 +21,7 @@ import tsg
 from tests.conftest import FakeClock, raw
 from tests.conftest import tsg as command
 from tsg import InvalidInput, Ledger, LedgerError, SchemaOutdated, SchemaTooNew, StateConflict
-from tsg.ledger import examine_file
+from tsg.checkup import examine_file
 from tsg.opening import migration, place_of
 
 UNKNOWN = "00000000-0000-4000-8000-000000000000"

@@ -30,6 +30,7 @@ __all__ = [
     "for_writing",
     "is_own_sqlite",
     "make_engine",
+    "pause",
     "reading",
     "refusing",
     "require_transaction",
@@ -267,6 +268,18 @@ def make_postgresql_engine(url: URL, *, busy_timeout_ms: int) -> Engine:
 
     _engines[engine] = set()
     return engine
+
+
+def pause(source: Engine | Connection, seconds: float) -> None:
+    """Wait, with the event loop free where `source` is driven by one."""
+    if source.dialect.is_async:
+        import asyncio
+
+        from sqlalchemy.util import await_only
+
+        await_only(asyncio.sleep(seconds))
+    else:
+        time.sleep(seconds)
 
 
 def sqlite_driver(connection: Connection) -> sqlite3.Connection | None:

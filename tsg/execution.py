@@ -96,14 +96,14 @@ class _Prepared(NamedTuple):
     and what makes a column's value Python's."""
 
     text: str
-    binders: tuple[tuple[str, Any, _Processor | None], ...]
+    binders: tuple[tuple[str, bool, Any, _Processor | None], ...]
     readers: tuple[tuple[int, _Processor], ...]
 
     def bound(self, parameters: Parameters) -> list[Any]:
         """The driver's parameters, in order."""
+        values = [parameters[name] if required else default for name, required, default, _ in self.binders]
         return [
-            parameters.get(name, default) if binder is None else binder(parameters.get(name, default))
-            for name, default, binder in self.binders
+            value if binder is None else binder(value) for value, (*_, binder) in zip(values, self.binders, strict=True)
         ]
 
     def read(self, row: Sequence[Any]) -> list[Any]:
@@ -123,7 +123,7 @@ def _prepared(statement: sa.Select[Any] | sa.Update | sa.Insert) -> _Prepared:
     binders = []
     for name in compiled.positiontup or ():
         bind = compiled.binds[name]
-        binders.append((bind.key, bind.value, bind.type.dialect_impl(_DIALECT).bind_processor(_DIALECT)))
+        binders.append((bind.key, bind.required, bind.value, bind.type.dialect_impl(_DIALECT).bind_processor(_DIALECT)))
     columns = statement.selected_columns if isinstance(statement, sa.Select) else ()
     readers = (
         (place, column.type.dialect_impl(_DIALECT).result_processor(_DIALECT, None))

@@ -18,6 +18,7 @@ from tsg.engine import (
     driver_transaction,
     for_writing,
     is_own_sqlite,
+    pause,
     reading,
     refusing,
     transaction,
@@ -25,12 +26,12 @@ from tsg.engine import (
 from tsg.errors import InvalidInput, StateConflict
 from tsg.execution import CoreExecution, DriverExecution, Execution
 from tsg.listing import Progress, Transactions
-from tsg.opening import Opened, is_there, open_as_it_is, open_engine, open_read_only, open_to_write, place_of
+from tsg.opening import Opened, open_engine, open_read_only, open_to_write, place_of
 from tsg.reconcile import ReconcilePolicy
 from tsg.records import TaskRecord, creation
 from tsg.states import Clock, DeliveryStatus, TaskStatus, Verb
 
-__all__ = ["Ledger", "StorageInfo", "examine_file", "reconcile_restart"]
+__all__ = ["Ledger", "StorageInfo", "reconcile_restart"]
 
 
 _Answer = TypeVar("_Answer")
@@ -315,6 +316,7 @@ class Ledger:
         skip = values.flag(skip_conflicts, "skip_conflicts")
         parent = values.optional_id(parent_id)
         size = None if batch_size is None else values.at_least_one(batch_size, "batch_size")
+        values.optional_callable(progress, "progress")
         policy = ReconcilePolicy(active_grace_seconds, delivery_grace_seconds)
         if preview:
             return self._read(
@@ -373,6 +375,7 @@ class Ledger:
         """
         age = values.non_negative(older_than_seconds, "an age")
         size = values.at_least_one(batch_size, "batch_size")
+        values.optional_callable(progress, "progress")
         if values.flag(dry_run, "dry_run"):
             return self._read(
                 lambda connection: prune.preview(connection, age, batch_size=size, clock=self._clock_on(connection))
@@ -429,7 +432,7 @@ class Ledger:
 
         def in_transaction(work: Callable[[], _Answer], /) -> _Answer:
             nonlocal free_at
-            time.sleep(max(0.0, free_at - time.monotonic()))
+            pause(connection, max(0.0, free_at - time.monotonic()))
             started = time.monotonic()
             try:
                 return _attempt(connection, lambda _: work(), REPEATABLE_READ)
@@ -474,28 +477,8 @@ def _attempt(
         except StateConflict as error:
             if not error.retriable or attempt == attempts:
                 raise
-        time.sleep(_PAUSE_SECONDS * attempt)
+        pause(source, _PAUSE_SECONDS * attempt)
     raise AssertionError
-
-
-def examine_file(
-    target: object, *, allow_external_acl: bool = False, progress: Progress | None = None
-) -> doctor.Report:
-    """Doctor's report on a ledger file as it is: of any size, mode and schema, migrated or not.
-
-    Raises:
-        InvalidInput: no file there, or one that is not the caller's own.
-        StateConflict: it can't be opened at all.
-    """
-    place = place_of(target, allow_external_acl=allow_external_acl)
-    if not is_there(place):
-        raise InvalidInput("there is no ledger at this place; tsg init makes one")
-    opened = open_as_it_is(place)
-    try:
-        with refusing(), reading(opened.engine) as connection:
-            return doctor.examine(connection, progress=progress)
-    finally:
-        opened.close()
 
 
 def reconcile_restart(ledger: Ledger, policy: ReconcilePolicy, *, dry_run: bool = False) -> reconcile.Report:

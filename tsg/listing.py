@@ -6,7 +6,8 @@ Rows are named by it in the database; no key is carried into Python and back.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, Protocol, TypeVar
+from functools import cache
+from typing import Any, Protocol, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -28,24 +29,17 @@ class Transactions(Protocol):
         """Do it, and commit."""
 
 
-def _listed(schema: str) -> sa.Table:
+@cache
+def listed_in(dialect: str) -> sa.Table:
+    """The list, with the keys of tasks numbered from 1, in the schema that such tables have in a kind of database."""
     return sa.Table(
         "tsg_listed",
         sa.MetaData(),
         sa.Column("n", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), primary_key=True, autoincrement=False),
         sa.Column("pk", sa.BigInteger(), nullable=False),
-        schema=schema,
+        schema="temp" if dialect == "sqlite" else "pg_temp",
         prefixes=["TEMPORARY"],
     )
-
-
-#: By database, in the schema that such tables have there.
-_LISTED: Final = {"sqlite": _listed("temp"), "postgresql": _listed("pg_temp")}
-
-
-def listed_in(dialect: str) -> sa.Table:
-    """The list, with the keys of tasks numbered from 1, as a database of this kind has it."""
-    return _LISTED[dialect]
 
 
 def in_range(listed: sa.Table) -> sa.ColumnElement[bool]:

@@ -33,7 +33,7 @@ class Report(TypedDict):
         recent_retained: closed not long enough ago.
         parents_retained: old enough, but something below them stays.
         conflicts_skipped: old enough, but the row breaks a rule or its events are not as many as it implies.
-        batches: transactions that let something go.
+        batches: transactions that it took.
     """
 
     dry_run: bool
@@ -79,17 +79,19 @@ def apply_in_batches(
 
     def begin() -> tuple[_Found, int]:
         found = _Found.by(connection, older_than_seconds, clock)
-        return found, listing.make(connection, statements.listing, found.parameters)
+        listed = listing.make(connection, statements.listing, found.parameters)
+        if not listed:
+            listing.drop(connection)
+        return found, listed
 
     found, listed = in_transaction(begin)
     gone, events, batches = 0, 0, 0
     for first in range(1, listed + 1, batch_size):
         last = min(first + batch_size - 1, listed)
-        part = in_transaction(partial(_let_go, connection, statements, {"first": first, "last": last}))
-        gone, events, batches = gone + part.tasks, events + part.events, batches + bool(part.tasks)
+        part = in_transaction(partial(_let_go, connection, statements, found.parameters, first, last, listed))
+        gone, events, batches = gone + part.tasks, events + part.events, batches + 1
         if progress is not None:
             progress(last, listed)
-    in_transaction(partial(listing.drop, connection))
     return found.report(gone, events, batches, applied=True)
 
 
@@ -98,16 +100,20 @@ class _Gone(NamedTuple):
     events: int
 
 
-def _let_go(connection: Connection, statements: _Statements, part: dict[str, int]) -> _Gone:
-    # A child may have come since they were listed; what is then kept keeps its own parent.
-    while listing.number_written(connection, statements.struck, part):
-        pass
+def _let_go(
+    connection: Connection, statements: _Statements, parameters: dict[str, Any], first: int, last: int, listed: int
+) -> _Gone:
+    part = parameters | {"first": first, "last": last}
+    # Since they were listed a child may have come, or another run have let them go and a new task got the key.
+    connection.execute(statements.struck, part)
     events = connection.execute(statements.events, part).scalar_one()
     try:
         gone = listing.number_written(connection, statements.delete, part)
     except sa.exc.IntegrityError:
         # On a server a child may come even now; and then it is looked at again.
         raise StateConflict("something refers to a task that was to go, and keeps it", retriable=True) from None
+    if last == listed:
+        listing.drop(connection)
     return _Gone(gone, events)
 
 
@@ -147,7 +153,7 @@ class _Statements(NamedTuple):
         found: how many closed before ``before``; and of those, how many break nothing.
         dry_run: how many of those go, and with how many events.
         listing: lists them, the last one made first, so that children go before their parents.
-        struck: takes off the list, in a range, what has a child that is not in it.
+        struck: takes off the list, in a range, what may not go any more, or has something below it that stays.
         events, delete: of a range.
     """
 
@@ -177,8 +183,12 @@ def _statements(dialect: str) -> _Statements:
     )
 
     # From every task that stays and has a parent, all that is above it stays.
-    stays = rules.is_not_true(sa.and_(is_old, is_whole))
-    kept = sa.select(c.parent_id.label("id")).where(c.parent_id.is_not(None), stays).cte("kept", recursive=True)
+    goes_by_itself = sa.and_(is_old, is_whole)
+    kept = (
+        sa.select(c.parent_id.label("id"))
+        .where(c.parent_id.is_not(None), rules.is_not_true(goes_by_itself))
+        .cte("kept", recursive=True)
+    )
     above = tasks.alias("above")
     kept = kept.union(
         sa.select(above.c.parent_id)
@@ -186,25 +196,29 @@ def _statements(dialect: str) -> _Statements:
         .where(above.c.parent_id.is_not(None))
     )
     goes = sa.select(c.pk, rules.expected_events(c, rules.TERMINAL_WORDS, rules.CLOSED_WORDS).label("events"))
-    goes = goes.select_from(tasks.outerjoin(kept, kept.c.id == c.id)).where(is_old, is_whole, kept.c.id.is_(None))
+    goes = goes.select_from(tasks.outerjoin(kept, kept.c.id == c.id)).where(goes_by_itself, kept.c.id.is_(None))
     going = goes.subquery("going")
     number: sa.ColumnElement[int] = sa.func.row_number().over(order_by=going.c.pk.desc())
 
     keys = sa.select(listed.c.pk).where(listing.in_range(listed))
+    below = sa.exists().where(child.c.parent_id == c.id, child.c.pk.not_in(keys))
+    stays = (
+        sa.select(c.pk, c.parent_id)
+        .where(c.pk.in_(keys), sa.or_(rules.is_not_true(goes_by_itself), below))
+        .cte("stays", recursive=True)
+    )
+    stays = stays.union(
+        sa.select(above.c.pk, above.c.parent_id)
+        .select_from(above.join(stays, above.c.id == stays.c.parent_id))
+        # Only there does it say something new; and without it PostgreSQL would read all tasks to look for a few.
+        .where(*([above.c.pk.in_(keys)] if dialect == "postgresql" else []))
+    )
     return _Statements(
         closed=sa.select(count()).select_from(tasks).where(is_closed),
         found=sa.select(count(), count().filter(is_whole)).select_from(tasks).where(is_old),
         dry_run=sa.select(count(), sa.func.sum(going.c.events)).select_from(going),
         listing=sa.insert(listed).from_select(["n", "pk"], sa.select(number, going.c.pk)),
-        struck=sa.delete(listed).where(
-            listing.in_range(listed),
-            listed.c.pk.in_(
-                sa.select(c.pk).where(
-                    c.pk.in_(keys),
-                    sa.exists().where(child.c.parent_id == c.id, child.c.pk.not_in(keys)),
-                )
-            ),
-        ),
+        struck=sa.delete(listed).where(listing.in_range(listed), listed.c.pk.in_(sa.select(stays.c.pk))),
         events=sa.select(count()).select_from(task_events).where(task_events.c.task_pk.in_(keys)),
         delete=sa.delete(tasks).where(c.pk.in_(keys)),
     )

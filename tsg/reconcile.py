@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NamedTuple, NotRequired, Protocol, TypedDict
+from typing import Any, Final, NamedTuple, NotRequired, TypedDict
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
@@ -23,6 +23,7 @@ from tsg import listing, sweep, values
 from tsg.engine import refusing, require_transaction, snapshot, unchecked
 from tsg.errors import InvalidInput, StateConflict, TaskNotFound
 from tsg.listing import Progress, Transactions
+from tsg.sessions import Session, connection_of
 from tsg.states import Clock
 from tsg.tables import tasks
 
@@ -41,7 +42,7 @@ class Report(TypedDict):
         deliveries_failed, deliveries_not_applicable: open for longer than the grace, by whether one was due.
         pending_delivery_retained: the other open ones.
         conflicts_skipped: rows passed over; only where that was asked for, and in batches.
-        batches: transactions that changed something; only in batches.
+        batches: transactions that the changes took; only in batches.
     """
 
     dry_run: bool
@@ -77,19 +78,6 @@ class ReconcilePolicy:
             object.__setattr__(self, name, values.non_negative(getattr(self, name), "a grace"))
 
 
-class Session(Protocol):
-    """What is asked of an ORM session; the ORM itself is not needed here."""
-
-    def connection(self, bind_arguments: Any = None) -> Connection:
-        """The connection of its transaction, by what is asked of it."""
-
-    def flush(self) -> None:
-        """Send what is pending."""
-
-    def expire_all(self) -> None:
-        """Forget what was loaded."""
-
-
 def preview(
     target: Connection | Session,
     policy: ReconcilePolicy,
@@ -121,10 +109,10 @@ def preview(
             run = _Run.begin(connection, policy, now, clock, skip_conflicts=skip, parent_id=parent_id)
             stale = run.find(run.statements.stale.counts)
             due = run.find(run.statements.due.counts)
-            if run.parameters["now"] <= run.parameters["due_before"]:
+            if run.closes_at_once:
                 due = due.and_also(stale._replace(conflicts=0))
-            batches = None if batch_size is None else sum(-(-found.actionable // batch_size) for found in (stale, due))
-            examined = run.count_open_deliveries() + stale.actionable
+            batches = None if batch_size is None else sum(-(-sum(found) // batch_size) for found in (stale, due))
+            examined = run.count(run.statements.open_deliveries) + stale.actionable
             return run.report(stale, due, examined, applied=False, batches=batches)
 
 
@@ -154,7 +142,7 @@ def apply(
         require_transaction(connection)
         run = _Run.begin(connection, policy, now, clock, skip_conflicts=skip_conflicts, parent_id=parent_id)
         stale = run.find(run.statements.stale.counts)
-        examined = run.count_open_deliveries() + stale.actionable
+        examined = run.count(run.statements.open_deliveries) + stale.actionable
         run.write(run.statements.stale, stale)
         due = run.find(run.statements.due.counts)
         if progress is not None:
@@ -192,30 +180,38 @@ def apply_in_batches(
         StateConflict, TaskNotFound: as :func:`apply`, but for rows that can't be acted on.
     """
 
-    def begin() -> tuple[_Run, int]:
+    def begin() -> tuple[_Run, int, int]:
         run = _Run.begin(connection, policy, None, clock, skip_conflicts=True, parent_id=parent_id)
-        return run, run.list_what_is(run.statements.stale)
+        listed = run.list_what_is(run.statements.stale)
+        return run, listed, run.count(run.statements.due.total) + (listed if run.closes_at_once else 0)
 
     def go_on() -> tuple[int, int]:
-        return run.count_open_deliveries(), run.list_what_is(run.statements.due)
+        listed = run.list_what_is(run.statements.due)
+        if not listed:
+            listing.drop(connection)
+        return run.count(run.statements.open_deliveries), listed
 
-    def write_all(kind: sweep.Kind, listed: int, before: int) -> tuple[_Found, int]:
-        total, batches = _Found(0, 0, 0), 0
+    def write(kind: sweep.Kind, first: int, last: int, listed: int) -> _Found:
+        found = run.write_listed(kind, first, last)
+        if last == listed:
+            listing.drop(connection)
+        return found
+
+    def write_all(kind: sweep.Kind, listed: int, done: int, total: int) -> _Found:
+        found = _Found(0, 0, 0)
         for first in range(1, listed + 1, batch_size):
             last = min(first + batch_size - 1, listed)
-            found = in_transaction(partial(run.write_listed, kind, first, last))
-            batches += found.actionable > 0
-            total = total.and_also(found)
+            found = found.and_also(in_transaction(partial(write, kind, first, last, listed)))
             if progress is not None:
-                progress(before + last, before + listed)
-        return total, batches
+                progress(done + last, total)
+        return found
 
-    run, stale_listed = in_transaction(begin)
-    stale, stale_batches = write_all(run.statements.stale, stale_listed, 0)
+    run, stale_listed, due_expected = in_transaction(begin)
+    stale = write_all(run.statements.stale, stale_listed, 0, stale_listed + due_expected)
     examined, due_listed = in_transaction(go_on)
-    due, due_batches = write_all(run.statements.due, due_listed, stale_listed)
-    in_transaction(partial(listing.drop, connection))
-    return run.report(stale, due, examined, applied=True, batches=stale_batches + due_batches)
+    due = write_all(run.statements.due, due_listed, stale_listed, stale_listed + due_listed)
+    batches = sum(-(-listed // batch_size) for listed in (stale_listed, due_listed))
+    return run.report(stale, due, examined, applied=True, batches=batches)
 
 
 class _Found(NamedTuple):
@@ -270,8 +266,15 @@ class _Run:
         }
         return cls(connection, skip, statements, parameters, active)
 
-    def count_open_deliveries(self) -> int:
-        found: int = self.connection.execute(self.statements.open_deliveries, self.parameters).scalar_one()
+    @property
+    def closes_at_once(self) -> bool:
+        """Whether the delivery of a task that is timed out now is overdue already."""
+        closes: bool = self.parameters["now"] <= self.parameters["due_before"]
+        return closes
+
+    def count(self, query: sa.Select[Any]) -> int:
+        """The answer to one of the sweep's counts."""
+        found: int = self.connection.execute(query, self.parameters).scalar_one()
         return found
 
     def find(self, counts: sweep.Counts, part: dict[str, int] | None = None) -> _Found:
@@ -336,14 +339,3 @@ class _Run:
 
 
 _PARENT: Final = sa.select(tasks.c.pk).where(tasks.c.id == sa.bindparam("parent"))
-
-
-def connection_of(target: Connection | Session) -> Connection:
-    """The connection of `target`, with all that a session holds sent to it."""
-    if isinstance(target, Connection):
-        return target
-    # Who passes a session has the ORM loaded; and a session may be bound by class.
-    from tsg.models import Task
-
-    target.flush()
-    return target.connection(bind_arguments={"mapper": Task})

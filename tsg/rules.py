@@ -31,6 +31,7 @@ __all__ = [
     "Rule",
     "active",
     "awaiting_delivery",
+    "breaks",
     "broken",
     "closed",
     "constant",
@@ -328,12 +329,14 @@ def broken(
     c: Columns,
     statuses: Collection[str] = STATUSES,
     delivery_statuses: Collection[str] = DELIVERY_STATUSES,
-    *,
-    heading: str | None = None,
 ) -> Condition:
-    """That it breaks one, or one of a heading; never NULL."""
-    rules = task_rules(c, statuses, delivery_statuses)
-    return is_not_true(_all(*(rule.holds for rule in rules if heading in (None, rule.heading))))
+    """That it breaks one; never NULL."""
+    return breaks(task_rules(c, statuses, delivery_statuses))
+
+
+def breaks(rules: Iterable[Rule]) -> Condition:
+    """That a row breaks one of these; never NULL."""
+    return is_not_true(_all(*(rule.holds for rule in rules)))
 
 
 def expected_events(

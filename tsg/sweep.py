@@ -31,6 +31,7 @@ class Kind(NamedTuple):
     """One kind of change: what is due for it, and its writes.
 
     Attributes:
+        total: how many are due.
         counts: over all rows.
         listing: puts the rows that are due on the list, oldest first, numbered from 1.
         listed_counts: over the listed rows of a range that are still due.
@@ -39,6 +40,7 @@ class Kind(NamedTuple):
         listed_writes: what changes the listed rows of a range.
     """
 
+    total: sa.Select[*tuple[Any, ...]]
     counts: Counts
     listing: sa.Insert
     listed_counts: Counts
@@ -86,8 +88,8 @@ def statements(one_parent: bool, dialect: str) -> Sweep:
     among = [c.parent_id == sa.bindparam("parent")] if one_parent else []
     expired = c.deadline_at <= now
     silent = sa.and_(rules.is_true(c.expects_heartbeat), c.updated_at <= stale_before)
-    is_stale = sa.and_(rules.running(c), sa.or_(expired, silent), *among)
-    is_due = sa.and_(rules.awaiting_delivery(c), c.ended_at <= due_before, *among)
+    is_stale = sa.and_(rules.running(c), sa.or_(expired, silent))
+    is_due = sa.and_(rules.awaiting_delivery(c), c.ended_at <= due_before)
     in_time = (c.created_at <= now, c.updated_at <= now)
 
     ended_number = sa.literal_column("2", sa.Integer())
@@ -133,11 +135,14 @@ def statements(one_parent: bool, dialect: str) -> Sweep:
         end,
         delivery_code,
     )
+    by_parent = sa.and_(sa.true(), *among)
     return Sweep(
         active=sa.select(sa.func.count()).select_from(tasks).where(rules.active(c), *among),
         open_deliveries=sa.select(sa.func.count()).select_from(tasks).where(rules.awaiting_delivery(c), *among),
-        stale=_kind(is_stale, rules.active(c), stale_conflict, c.updated_at, timeout, dialect),
-        due=_kind(is_due, sa.true(), due_conflict, c.ended_at, delivery, dialect),
+        stale=_kind(
+            is_stale, by_parent if one_parent else rules.active(c), stale_conflict, c.updated_at, timeout, dialect
+        ),
+        due=_kind(is_due, by_parent, due_conflict, c.ended_at, delivery, dialect),
     )
 
 
@@ -157,7 +162,7 @@ def _kind(
     """The statements of a kind of change.
 
     Args:
-        indexed: implied by the condition, and what an index is found by; a listed row is found by its key.
+        indexed: what an index is found by, and is so for good; a listed row is found by its key.
     """
     c = tasks.c
     everywhere = sa.and_(indexed, condition)
@@ -166,6 +171,7 @@ def _kind(
     number: sa.ColumnElement[int] = sa.func.row_number().over(order_by=(age, c.pk))
     keep = sa.select(c.pk).where(on_range, condition, sa.not_(conflict))
     return Kind(
+        total=sa.select(sa.func.count()).select_from(tasks).where(everywhere),
         counts=_counts(everywhere, conflict),
         listing=sa.insert(listed).from_select(["n", "pk"], sa.select(number, c.pk).where(everywhere)),
         listed_counts=_counts(sa.and_(on_range, condition), conflict),

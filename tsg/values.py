@@ -167,6 +167,16 @@ def flag(value: object, what: str) -> bool:
     raise InvalidInput(f"{what} must be true or false")
 
 
+def optional_callable(value: object, what: str) -> None:
+    """That `value` can be called, or is ``None``.
+
+    Raises:
+        InvalidInput: neither.
+    """
+    if value is not None and not callable(value):
+        raise InvalidInput(f"{what} must be callable")
+
+
 def payload_digest(value: object) -> str | None:
     """A SHA-256 digest as 64 lower-case hexadecimal digits; ``None`` is let through.
 
