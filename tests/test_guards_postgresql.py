@@ -419,10 +419,13 @@ def test_an_event_is_not_changed_by_any_way_round(
         savepoint.rollback()
 
 
+@pytest.mark.parametrize("temporary", [False, True])
 @pytest.mark.parametrize("path", ["public", "elsewhere", "pg_catalog", ""])
 def test_an_event_is_not_deleted_while_its_task_exists_wherever_the_search_path_leads(
-    world: World, connection: Connection, path: str
+    world: World, connection: Connection, path: str, temporary: bool
 ) -> None:
+    if temporary:
+        connection.exec_driver_sql("CREATE TEMPORARY TABLE tsg_tasks (pk bigint)")
     connection.exec_driver_sql("CREATE SCHEMA elsewhere")
     connection.exec_driver_sql("CREATE TABLE elsewhere.tsg_tasks (pk bigint)")
     connection.execute(sa.text("SELECT set_config('search_path', :path, true)"), {"path": path})

@@ -59,12 +59,14 @@ FUNCTIONS: Final = (
     ),
     (
         "tsg_refuse_with_task",
-        # By the table's own schema: the caller's search_path may not lead there.
+        # The table's own schema decides. Where the caller's search_path leads there, a plan is kept; else not.
         (
             "CREATE FUNCTION tsg_refuse_with_task() RETURNS trigger LANGUAGE plpgsql AS $$ "
             "DECLARE found boolean; "
-            "BEGIN EXECUTE format('SELECT EXISTS (SELECT 1 FROM %I.tsg_tasks WHERE pk = $1)', TG_TABLE_SCHEMA) "
-            "INTO found USING OLD.task_pk; "
+            "BEGIN IF to_regclass('tsg_tasks') = to_regclass(format('%I.tsg_tasks', TG_TABLE_SCHEMA)) "
+            "THEN found := EXISTS (SELECT 1 FROM tsg_tasks WHERE pk = OLD.task_pk); "
+            "ELSE EXECUTE format('SELECT EXISTS (SELECT 1 FROM %I.tsg_tasks WHERE pk = $1)', TG_TABLE_SCHEMA) "
+            "INTO found USING OLD.task_pk; END IF; "
             "IF found THEN RAISE EXCEPTION USING ERRCODE = 'integrity_constraint_violation', MESSAGE = TG_NAME; "
             "END IF; RETURN OLD; END $$"
         ),

@@ -52,7 +52,7 @@ HEAD: Final = REVISIONS[-1]
 #: Of what makes up the schema at head, as each database words it: see :mod:`tsg.catalog`.
 _HEAD_SHA256: Final = {
     "sqlite": "f612fec752ae610a0d8623f3440b27662f083ebd89c327d953914bb8d428e40b",
-    "postgresql": "7d17f95d0dded6f1f3219c200ed9ca4dd90f8fc267927fe8981e916ecc10f84d",
+    "postgresql": "93f2465298609d96acd24ad8d2c3284227b3ed4f92afe90f7545bd90abb70ff0",
 }
 #: What concurrent migrations of one PostgreSQL database wait for each other by: "tsg" in ASCII.
 _ADVISORY_LOCK: Final = 0x747367

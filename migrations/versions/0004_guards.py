@@ -28,9 +28,11 @@ FUNCTIONS = (
     (
         "tsg_refuse_with_task",
         (
-            "CREATE FUNCTION tsg_refuse_with_task() RETURNS trigger LANGUAGE plpgsql AS $$ DECLARE found boolean;"
-            " BEGIN EXECUTE format('SELECT EXISTS (SELECT 1 FROM %I.tsg_tasks WHERE pk = $1)', TG_TABLE_SCHEMA) "
-            "INTO found USING OLD.task_pk; IF found THEN RAISE EXCEPTION USING ERRCODE = "
+            "CREATE FUNCTION tsg_refuse_with_task() RETURNS trigger LANGUAGE plpgsql AS $$ DECLARE found "
+            "boolean; BEGIN IF to_regclass('tsg_tasks') = to_regclass(format('%I.tsg_tasks', "
+            "TG_TABLE_SCHEMA)) THEN found := EXISTS (SELECT 1 FROM tsg_tasks WHERE pk = OLD.task_pk); ELSE "
+            "EXECUTE format('SELECT EXISTS (SELECT 1 FROM %I.tsg_tasks WHERE pk = $1)', TG_TABLE_SCHEMA) "
+            "INTO found USING OLD.task_pk; END IF; IF found THEN RAISE EXCEPTION USING ERRCODE = "
             "'integrity_constraint_violation', MESSAGE = TG_NAME; END IF; RETURN OLD; END $$"
         ),
     ),
