@@ -188,8 +188,8 @@ def _rows() -> sa.Select[*tuple[Any, ...]]:
         count().label("task_count"),
         *by_status,
         *by_delivery,
-        count().filter(_breaks_one_of("state")).label("state_inconsistency_count"),
-        count().filter(_breaks_one_of("timestamp")).label("timestamp_inconsistency_count"),
+        count().filter(rules.breaks(_rules_of("state"))).label("state_inconsistency_count"),
+        count().filter(rules.breaks(_rules_of("timestamp"))).label("timestamp_inconsistency_count"),
     ).select_from(tasks)
 
 
@@ -199,8 +199,8 @@ def _rules() -> tuple[rules.Rule, ...]:
     return rules.task_rules(tasks.c)
 
 
-def _breaks_one_of(heading: str) -> sa.ColumnElement[bool]:
-    return rules.breaks(rule for rule in _rules() if rule.heading == heading)
+def _rules_of(heading: str) -> list[rules.Rule]:
+    return [rule for rule in _rules() if rule.heading == heading]
 
 
 @cache
@@ -215,7 +215,7 @@ def _older_than_parents() -> sa.Select[*tuple[Any, ...]]:
             parent.c.created_at > tasks.c.created_at,
             # A time that is none at all is held against its own row only.
             rules.finite(parent.c.created_at),
-            sa.not_(_breaks_one_of("timestamp")),
+            rules.keeps(_rules_of("timestamp")),
         )
     )
 

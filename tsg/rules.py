@@ -39,6 +39,7 @@ __all__ = [
     "expected_events",
     "is_not_true",
     "is_true",
+    "keeps",
     "running",
     "sound",
     "task_rules",
@@ -322,7 +323,7 @@ def sound(
     delivery_statuses: Collection[str] = DELIVERY_STATUSES,
 ) -> Condition:
     """That a task's row keeps every rule; never NULL. Arguments as :func:`task_rules`."""
-    return is_true(_all(*(rule.holds for rule in task_rules(c, statuses, delivery_statuses))))
+    return keeps(task_rules(c, statuses, delivery_statuses))
 
 
 def broken(
@@ -332,6 +333,11 @@ def broken(
 ) -> Condition:
     """That it breaks one; never NULL."""
     return breaks(task_rules(c, statuses, delivery_statuses))
+
+
+def keeps(rules: Iterable[Rule]) -> Condition:
+    """That a row keeps all of these; never NULL."""
+    return is_true(_all(*(rule.holds for rule in rules)))
 
 
 def breaks(rules: Iterable[Rule]) -> Condition:

@@ -94,25 +94,21 @@ def statements(one_parent: bool, dialect: str) -> Sweep:
 
     ended_number = sa.literal_column("2", sa.Integer())
     delivery_number = rules.expected_events(c, rules.TERMINAL_WORDS, ("pending",))
-    stale_conflict = rules.is_not_true(
-        sa.and_(
-            rules.undelivered(c),
-            rules.sound(c, ("running",), ("pending",)),
-            *in_time,
-            c.started_at <= now,
-            c.version <= _LAST_VERSION,
-            _no_event_from(ended_number),
-        )
+    can_end = sa.and_(
+        rules.undelivered(c),
+        rules.sound(c, ("running",), ("pending",)),
+        *in_time,
+        c.started_at <= now,
+        c.version <= _LAST_VERSION,
+        _no_event_from(ended_number),
     )
-    due_conflict = rules.is_not_true(
-        sa.and_(
-            rules.sound(c, rules.TERMINAL_WORDS, ("pending",)),
-            *in_time,
-            c.ended_at <= now,
-            c.delivery_updated_at <= now,
-            c.version <= _LAST_VERSION,
-            _no_event_from(delivery_number),
-        )
+    can_close = sa.and_(
+        rules.sound(c, rules.TERMINAL_WORDS, ("pending",)),
+        *in_time,
+        c.ended_at <= now,
+        c.delivery_updated_at <= now,
+        c.version <= _LAST_VERSION,
+        _no_event_from(delivery_number),
     )
 
     required = rules.is_true(c.delivery_required)
@@ -139,10 +135,8 @@ def statements(one_parent: bool, dialect: str) -> Sweep:
     return Sweep(
         active=sa.select(sa.func.count()).select_from(tasks).where(rules.active(c), *among),
         open_deliveries=sa.select(sa.func.count()).select_from(tasks).where(rules.awaiting_delivery(c), *among),
-        stale=_kind(
-            is_stale, by_parent if one_parent else rules.active(c), stale_conflict, c.updated_at, timeout, dialect
-        ),
-        due=_kind(is_due, by_parent, due_conflict, c.ended_at, delivery, dialect),
+        stale=_kind(is_stale, by_parent if one_parent else rules.active(c), can_end, c.updated_at, timeout, dialect),
+        due=_kind(is_due, by_parent, can_close, c.ended_at, delivery, dialect),
     )
 
 
@@ -154,7 +148,7 @@ def _no_event_from(number: sa.ColumnElement[int]) -> Condition:
 def _kind(
     condition: Condition,
     indexed: Condition,
-    conflict: Condition,
+    possible: Condition,
     age: sa.ColumnElement[float],
     change: _Change,
     dialect: str,
@@ -162,6 +156,7 @@ def _kind(
     """The statements of a kind of change.
 
     Args:
+        possible: that the change can be made to a row; where it is false or NULL, the row is in conflict.
         indexed: what an index is found by, and is so for good; a listed row is found by its key.
     """
     c = tasks.c
@@ -169,24 +164,24 @@ def _kind(
     listed = listed_in(dialect)
     on_range = c.pk.in_(sa.select(listed.c.pk).where(in_range(listed)))
     number: sa.ColumnElement[int] = sa.func.row_number().over(order_by=(age, c.pk))
-    keep = sa.select(c.pk).where(on_range, condition, sa.not_(conflict))
+    keep = sa.select(c.pk).where(on_range, condition, possible)
     return Kind(
         total=sa.select(sa.func.count()).select_from(tasks).where(everywhere),
-        counts=_counts(everywhere, conflict),
+        counts=_counts(everywhere, possible),
         listing=sa.insert(listed).from_select(["n", "pk"], sa.select(number, c.pk).where(everywhere)),
-        listed_counts=_counts(sa.and_(on_range, condition), conflict),
+        listed_counts=_counts(sa.and_(on_range, condition), possible),
         struck=sa.delete(listed).where(in_range(listed), listed.c.pk.not_in(keep)),
         writes=_writes(everywhere, change, dialect),
         listed_writes=_writes(on_range, change, dialect),
     )
 
 
-def _counts(condition: Condition, conflict: Condition) -> Counts:
+def _counts(condition: Condition, possible: Condition) -> Counts:
     required = rules.is_true(tasks.c.delivery_required)
     counted = (sa.func.count(), sa.func.count().filter(required))
     # To look for a conflict is what costs: once a row.
-    found = sa.select(sa.func.count().filter(conflict), *counted).select_from(tasks).where(condition)
-    actionable = sa.select(*counted).select_from(tasks).where(condition, sa.not_(conflict))
+    found = sa.select(sa.func.count().filter(rules.is_not_true(possible)), *counted).select_from(tasks).where(condition)
+    actionable = sa.select(*counted).select_from(tasks).where(condition, possible)
     return Counts(found, actionable)
 
 
