@@ -185,7 +185,7 @@ def expected(dialect: str) -> dict[str, set[str]]:
         "verbs._statements insert": NOTHING,
         "verbs._statements insert_event": NOTHING,
         "verbs._beats running": {BY_ID},
-        "verbs._beats beat": {BY_ID},
+        "verbs._beats beat": {TASKS_BY_KEY},
         **{f"verbs._update {', '.join(columns)}": {TASKS_BY_KEY} for columns in columns_written()},
         "reconcile._PARENT": {BY_ID},
     }
@@ -397,10 +397,10 @@ ON_POSTGRESQL: Final[tuple[tuple[str, set[str], set[str]], ...]] = (
     ),
     (r"sweep\.statements .* stale\.(listed.*|struck)", {"pk_tsg_tasks", ACTIVE, CHILDREN}, KEYS),
     (r"sweep\.statements .* due\.(listed.*|struck)", {"pk_tsg_tasks", PENDING, CHILDREN}, KEYS),
-    (r"verbs\._statements by_id.*|verbs\._beats .*|reconcile\._PARENT", {"uq_tsg_tasks_id"}, set()),
+    (r"verbs\._statements by_id.*|verbs\._beats running|reconcile\._PARENT", {"uq_tsg_tasks_id"}, set()),
     (r"verbs\._statements children", {CHILDREN}, set()),
     (r"verbs\._statements insert.*", set(), set()),
-    (r"verbs\._update .*", {"pk_tsg_tasks"}, set()),
+    (r"verbs\._update .*|verbs\._beats beat", {"pk_tsg_tasks"}, set()),
     (r"prune\._statements (delete|events)", {"tsg_listed_pkey"}, KEYS),
     (r"prune\._statements struck", {"tsg_listed_pkey"}, KEYS | {CHILDREN, "uq_tsg_tasks_id"}),
 )

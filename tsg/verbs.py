@@ -91,18 +91,24 @@ def heartbeat_many(execution: Execution, identifiers: Sequence[str], clock: Cloc
         StateConflict: a running one breaks a rule, or has a time later than the clock's.
     """
     beats = _beats(execution.dialect)
-    of_these = {"ids": json.dumps(identifiers) if execution.dialect == "sqlite" else list(identifiers)}
-    running = execution.rows(beats.running, of_these)
+    running = execution.rows(beats.running, {"ids": _as_set(execution.dialect, identifiers)})
     if running:
-        if not all(is_sound for _, is_sound, _ in running):
+        if not all(is_sound for _, _, is_sound, _ in running):
             raise StateConflict("a stored task breaks a rule of the ledger; run doctor")
         now = values.clock_reading(clock)
         # The latest time of a sound row that is running.
         states.require_not_before(now, *(updated_at for *_, updated_at in running))
-        if execution.change(beats.beat, of_these | {"now": now}) != len(running):
+        # In the order in which they lie.
+        keys = sorted(key for key, *_ in running)
+        if execution.change(beats.beat, {"keys": _as_set(execution.dialect, keys), "now": now}) != len(running):
             raise StateConflict("another writer changed a task at the same moment; try again", retriable=True)
-    beaten = {identifier for identifier, *_ in running}
+    beaten = {identifier for _, identifier, *_ in running}
     return [identifier for identifier in identifiers if identifier not in beaten]
+
+
+def _as_set(dialect: str, members: Sequence[str] | Sequence[int]) -> object:
+    """What a parameter that stands for a set of values is given; see :func:`_among`."""
+    return json.dumps(members) if dialect == "sqlite" else list(members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,19 +165,28 @@ class _Beats(NamedTuple):
 @cache
 def _beats(dialect: str) -> _Beats:
     c = tasks.c
-    if dialect == "sqlite":
-        listed = sa.func.json_each(sa.bindparam("ids", type_=sa.String())).table_valued("value")
-        among: sa.ColumnElement[bool] = c.id.in_(sa.select(listed.c.value))
-    else:
-        among = c.id == sa.any_(sa.bindparam("ids", type_=sa.ARRAY(sa.UUID(as_uuid=False))))
-    condition = sa.and_(among, rules.running(c))
-    running = sa.select(c.id, rules.sound(c).label("is_sound"), c.updated_at).where(condition)
-    beat = sa.update(tasks).where(condition)
-    return _Beats(
+    running = (
+        sa.select(c.pk, c.id, rules.sound(c).label("is_sound"), c.updated_at)
+        .where(_among(c.id, "ids", dialect), rules.running(c))
         # In one order, so that two of them can't wait for each other on PostgreSQL.
-        running.order_by(c.pk).with_for_update() if dialect == "postgresql" else running,
-        beat.values(updated_at=sa.bindparam("now"), expects_heartbeat=sa.true(), version=c.version + 1),
+        .order_by(*([c.pk] if dialect == "postgresql" else []))
+        .with_for_update()
     )
+    return _Beats(
+        running,
+        sa.update(tasks)
+        .where(_among(c.pk, "keys", dialect), rules.running(c))
+        .values(updated_at=sa.bindparam("now"), expects_heartbeat=sa.true(), version=c.version + 1),
+    )
+
+
+def _among(column: sa.ColumnElement[Any], name: str, dialect: str) -> sa.ColumnElement[bool]:
+    """That a column is in the set that the parameter `name` stands for, as one parameter, however many there are."""
+    if dialect == "sqlite":
+        listed = sa.func.json_each(sa.bindparam(name, type_=sa.String())).table_valued("value")
+        return column.in_(sa.select(listed.c.value))
+    kind = sa.UUID(as_uuid=False) if column is tasks.c.id else column.type
+    return column == sa.any_(sa.bindparam(name, type_=sa.ARRAY(kind)))
 
 
 def _find(execution: Execution, identifier: str, *, to_write: bool = False) -> _Stored | None:
