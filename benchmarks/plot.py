@@ -78,14 +78,15 @@ def _draw_lines(axes: Any, results: Results) -> None:
     if not rows:
         axes.set_axis_off()
         return
-    sizes = [int(size) for size in rows[0].readings]
+    sizes = sorted({int(size) for row in rows for size in row.readings})
     highest = FLAT_GOAL
     for row in rows:
         work, _, database = row.title.partition(", ")
-        grown = [row.median(size) / row.median(sizes[0]) for size in sizes]
+        own = [size for size in sizes if str(size) in row.readings]
+        grown = [row.median(size) / row.median(own[0]) for size in own]
         highest = max(highest, *grown)
         style = "-" if work == "apply" else "--"
-        axes.plot(sizes, grown, style, marker="o", markersize=4, color=_LINES[database], label=row.title)
+        axes.plot(own, grown, style, marker="o", markersize=4, color=_LINES[database], label=row.title)
     axes.axhline(FLAT_GOAL, color=_GOAL, linewidth=1, linestyle=":")
     axes.text(sizes[0], FLAT_GOAL + 0.03, f"goal: at most {FLAT_GOAL:g}", color=_GOAL)
     axes.set_xscale("log")

@@ -58,7 +58,8 @@ def _growth(results: Results) -> Iterator[str]:
     flat, memory = results.part("flat"), results.part("memory")
     if not flat and not memory:
         return
-    sizes = list((flat or memory)[0].readings)
+    # Parts may have been measured apart, and up to other sizes.
+    sizes = sorted({size for row in (*flat, *memory) for size in row.readings}, key=int)
     yield f"| as it grows | {' | '.join(f'{int(size):,}' for size in sizes)} | goal |"
     yield f"|---|{'--:|' * len(sizes)}--:|"
     for row in flat:
@@ -67,7 +68,7 @@ def _growth(results: Results) -> Iterator[str]:
         cells = [f"1 ({_shown(row, first)})", *grown]
         yield f"| {row.title}: 1,000 active among so many | {' | '.join(cells)} | {_goal(FLAT_GOAL)} |"
     for row in memory:
-        cells = [_judged(row.median(size), MEMORY_GOAL, " MB") for size in sizes]
+        cells = [_judged(row.median(size), MEMORY_GOAL, " MB") if size in row.readings else "" for size in sizes]
         yield f"| {row.title} of so many: memory grows by | {' | '.join(cells)} | {_goal(MEMORY_GOAL, ' MB')} |"
 
 
