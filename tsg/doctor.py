@@ -16,6 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from tsg import rules, schema
+from tsg.conditions import finite
 from tsg.engine import DATABASE_ERRORS, is_autocommit, refusing, snapshot, unchecked
 from tsg.errors import StateConflict
 from tsg.listing import Progress
@@ -214,7 +215,7 @@ def _older_than_parents() -> sa.Select[*tuple[Any, ...]]:
             tasks.c.parent_id.is_not(None),
             parent.c.created_at > tasks.c.created_at,
             # A time that is none at all is held against its own row only.
-            rules.finite(parent.c.created_at),
+            finite(parent.c.created_at),
             rules.keeps(_rules_of("timestamp")),
         )
     )
