@@ -97,6 +97,36 @@ def target(request: pytest.FixtureRequest) -> Path | sa.URL:
     return request.getfixturevalue("postgresql_url")
 
 
+@pytest.fixture(scope="module")
+def file_at_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ledger's file with nothing in it, to be copied."""
+    folder = tmp_path_factory.mktemp("at_head")
+    folder.chmod(0o700)
+    Ledger(folder / "ledger.sqlite").close()
+    return folder / "ledger.sqlite"
+
+
+@pytest.fixture(scope="module")
+def server_at_head(postgresql_server: sa.URL, postgresql_template: str) -> Iterator[sa.URL]:
+    """One database for all tests of a module; :func:`emptied` empties it for each."""
+    with database(postgresql_server, f"tsg_{uuid.uuid4().hex}", template=postgresql_template) as url:
+        yield url
+
+
+def emptied(request: pytest.FixtureRequest, name: str) -> Path | sa.URL:
+    """An empty ledger on the kind of database that `name` begins with; other than for `target`, none is made anew."""
+    if name.startswith("sqlite"):
+        path: Path = request.getfixturevalue("path")
+        shutil.copyfile(request.getfixturevalue("file_at_head"), path)
+        path.chmod(0o600)
+        return path
+    url: sa.URL = request.getfixturevalue("server_at_head")
+    engine = sa.create_engine(url, poolclass=sa.NullPool)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("TRUNCATE tsg_tasks, tsg_task_events RESTART IDENTITY")
+    return url
+
+
 @pytest.fixture
 def host_engine(target: Path | sa.URL) -> Iterator[sa.Engine]:
     """An application's own engine, on either database, at head."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 import subprocess
 import sys
 import threading
@@ -21,7 +20,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import tsg.ledger
-from tests.conftest import FakeClock, database, raw, snapshot
+from tests.conftest import FakeClock, database, emptied, raw, snapshot
 from tests.conftest import tsg as command
 from tests.test_both_databases import lifted, looking, stored
 from tests.test_cli import call
@@ -51,34 +50,10 @@ def with_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tsg.ledger, "time", time)
 
 
-@pytest.fixture(scope="module")
-def file_at_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ledger's file with nothing in it, to be copied."""
-    folder = tmp_path_factory.mktemp("at_head")
-    folder.chmod(0o700)
-    Ledger(folder / "ledger.sqlite").close()
-    return folder / "ledger.sqlite"
-
-
-@pytest.fixture(scope="module")
-def server_at_head(postgresql_server: sa.URL, postgresql_template: str) -> Iterator[sa.URL]:
-    """One database for all tests of the module, each of which finds it empty."""
-    with database(postgresql_server, f"tsg_{uuid.uuid4().hex}", template=postgresql_template) as url:
-        yield url
-
-
 @pytest.fixture(params=["sqlite", "postgresql"])
 def target(request: pytest.FixtureRequest) -> Place:
     """An empty ledger on either database; other than conftest's, with none made for each test."""
-    if request.param == "sqlite":
-        path: Path = request.getfixturevalue("path")
-        shutil.copyfile(request.getfixturevalue("file_at_head"), path)
-        path.chmod(0o600)
-        return path
-    url: sa.URL = request.getfixturevalue("server_at_head")
-    with looking(url) as engine, engine.begin() as connection:
-        connection.exec_driver_sql("TRUNCATE tsg_tasks, tsg_task_events RESTART IDENTITY")
-    return url
+    return emptied(request, request.param)
 
 
 @pytest.fixture
@@ -893,3 +868,20 @@ def test_a_lock_that_another_takes_after_the_last_batch_costs_no_report(path: Pa
         report = run(ledger, 2, 600, 600, progress=progress)
         holder.close()
         assert (report["tasks_timed_out"], report["deliveries_failed"]) == (2, 2)
+
+
+def test_the_functions_refuse_by_themselves_what_a_ledger_refuses(target: Place, clock: FakeClock) -> None:
+    policy = tsg.ReconcilePolicy()
+    with engine_of(target) as engine, engine.connect() as connection:
+        calls: list[Callable[..., object]] = [tsg.reconcile.preview, tsg.reconcile.apply]
+        for call_it in calls:
+            for wrong in (0, None, "yes", 1.0):
+                with pytest.raises(InvalidInput):
+                    call_it(connection, policy, now=1.0, skip_conflicts=wrong)
+        for size in (0, -1, True, "5", 1.5, 2**31):
+            with pytest.raises(InvalidInput):
+                tsg.reconcile.preview(connection, policy, now=1.0, batch_size=size)  # type: ignore[arg-type]
+        with pytest.raises(InvalidInput):
+            tsg.reconcile.apply(connection, policy, now=1.0, progress="bar")  # type: ignore[arg-type]
+        with pytest.raises(InvalidInput):
+            tsg.doctor.examine(connection, progress="bar")  # type: ignore[arg-type]

@@ -36,14 +36,6 @@ UNKNOWN = "ffffffff-ffff-4fff-bfff-ffffffffffff"
 DIGEST = "0123456789abcdef" * 4
 
 
-@pytest.fixture(scope="module")
-def file_at_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("at_head")
-    folder.chmod(0o700)
-    Ledger(folder / "ledger.sqlite").close()
-    return folder / "ledger.sqlite"
-
-
 @pytest.fixture
 def files(folder: Path, file_at_head: Path) -> tuple[Path, Path]:
     """Two files of empty ledgers."""

@@ -9,7 +9,6 @@ import asyncio
 import dataclasses
 import math
 import random
-import shutil
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -21,7 +20,7 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from tests.conftest import FakeClock, database
+from tests.conftest import FakeClock, emptied
 from tests.test_batches import Place, contents, damage, engine_of, fill, without
 from tests.test_both_databases import looking
 from tests.test_concurrency import processes
@@ -29,34 +28,6 @@ from tsg import AsyncLedger, InvalidInput, Ledger, StateConflict, TaskRecord
 
 UNKNOWN = "ffffffff-ffff-4fff-bfff-ffffffffffff"
 DIGEST = "0123456789abcdef" * 4
-
-
-@pytest.fixture(scope="module")
-def file_at_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("at_head")
-    folder.chmod(0o700)
-    Ledger(folder / "ledger.sqlite").close()
-    return folder / "ledger.sqlite"
-
-
-@pytest.fixture(scope="module")
-def server_at_head(postgresql_server: sa.URL, postgresql_template: str) -> Iterator[sa.URL]:
-    """One database for all tests of the module, each of which finds it empty."""
-    with database(postgresql_server, f"tsg_{uuid.uuid4().hex}", template=postgresql_template) as url:
-        yield url
-
-
-def emptied(request: pytest.FixtureRequest, name: str) -> Place:
-    """An empty ledger on that database."""
-    if name.startswith("sqlite"):
-        path: Path = request.getfixturevalue("path")
-        shutil.copyfile(request.getfixturevalue("file_at_head"), path)
-        path.chmod(0o600)
-        return path
-    url: sa.URL = request.getfixturevalue("server_at_head")
-    with looking(url) as engine, engine.begin() as connection:
-        connection.exec_driver_sql("TRUNCATE tsg_tasks, tsg_task_events RESTART IDENTITY")
-    return url
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import tsg.ledger
-from tests.conftest import FakeClock, database, raw, snapshot
+from tests.conftest import FakeClock, database, emptied, raw, snapshot
 from tests.conftest import tsg as command
 from tests.test_batches import Broken, Place, after, breaking, contents, damage, engine_of
 from tests.test_both_databases import lifted, looking
@@ -51,34 +50,13 @@ def without_pauses() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def file_at_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("at_head")
-    folder.chmod(0o700)
-    Ledger(folder / "ledger.sqlite").close()
-    return folder / "ledger.sqlite"
-
-
-@pytest.fixture(scope="module")
-def server_at_head(postgresql_server: sa.URL, postgresql_template: str) -> Iterator[sa.URL]:
-    """One database for all tests of the module, each of which finds it empty."""
-    with database(postgresql_server, f"tsg_{uuid.uuid4().hex}", template=postgresql_template) as url:
-        yield url
-
-
 @pytest.fixture(params=["sqlite", "postgresql"])
 def target(request: pytest.FixtureRequest) -> Place:
     """An empty ledger on either database; other than conftest's, with none made for each test."""
-    if request.param == "sqlite":
-        path: Path = request.getfixturevalue("path")
-        shutil.copyfile(request.getfixturevalue("file_at_head"), path)
-        path.chmod(0o600)
-        return path
-    url: sa.URL = request.getfixturevalue("server_at_head")
-    with looking(url) as engine, engine.begin() as connection:
-        connection.exec_driver_sql("DROP TABLE IF EXISTS orders")
-        connection.exec_driver_sql("TRUNCATE tsg_tasks, tsg_task_events RESTART IDENTITY")
-    return url
+    if request.param == "postgresql":
+        with looking(request.getfixturevalue("server_at_head")) as engine, engine.begin() as connection:
+            connection.exec_driver_sql("DROP TABLE IF EXISTS orders")
+    return emptied(request, request.param)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, TypedDict
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from tsg import rules, schema
+from tsg import rules, schema, values
 from tsg.conditions import finite
 from tsg.engine import DATABASE_ERRORS, is_autocommit, refusing, snapshot, unchecked
 from tsg.errors import StateConflict
@@ -92,10 +92,12 @@ def examine(target: Connection | Session, *, progress: Progress | None = None) -
         progress: called with how many steps are done and how many there are.
 
     Raises:
-        Nothing for what is wrong with the ledger: that is what the report is for.
+        InvalidInput: `progress` can't be called. Nothing is raised for what is wrong with the ledger: that is what the
+            report is for.
     """
     with refusing():
         connection = connection_of(target)
+    values.optional_callable(progress, "progress")
     counts: Counts = {"doctor_error_count": 0}
     steps = len(CHECKS) + 2
 

@@ -5,7 +5,7 @@ Rows are named by it in the database; no key is carried into Python and back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, Protocol, TypeVar
 
@@ -13,7 +13,17 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 from sqlalchemy.schema import CreateTable, DropTable
 
-__all__ = ["Progress", "Transactions", "drop", "in_range", "listed_in", "make", "number_written"]
+__all__ = [
+    "Progress",
+    "Transactions",
+    "drop",
+    "in_range",
+    "listed_in",
+    "make",
+    "number_of_parts",
+    "number_written",
+    "parts",
+]
 
 
 #: Told how many of how many tasks are done.
@@ -48,14 +58,28 @@ def in_range(listed: sa.Table) -> sa.ColumnElement[bool]:
 
 
 def make(connection: Connection, listing: sa.Insert, parameters: dict[str, Any]) -> int:
-    """Make the list by `listing`; how long it is."""
+    """Make the list by `listing`; how long it is. An empty one is dropped at once."""
     # A run that failed may have left its own.
     drop(connection)
     listed = listed_in(connection.dialect.name)
     connection.execute(CreateTable(listed))
     connection.execute(listing, parameters)
     # Not by its count of rows: Python 3.11 has none for an INSERT that begins with a WITH.
-    return connection.execute(sa.select(sa.func.count()).select_from(listed)).scalar_one()
+    length: int = connection.execute(sa.select(sa.func.count()).select_from(listed)).scalar_one()
+    if not length:
+        drop(connection)
+    return length
+
+
+def parts(length: int, size: int) -> Iterator[tuple[int, int]]:
+    """The ranges of a list of that length, each of at most `size` numbers: the first and the last of them."""
+    for first in range(1, length + 1, size):
+        yield first, min(first + size - 1, length)
+
+
+def number_of_parts(length: int, size: int) -> int:
+    """How many ranges :func:`parts` gives."""
+    return -(-length // size)
 
 
 def drop(connection: Connection) -> None:

@@ -52,7 +52,7 @@ def preview(connection: Connection, older_than_seconds: float, *, batch_size: in
     with refusing(), snapshot(connection):
         found = _Found.by(connection, older_than_seconds, clock)
         gone, events = connection.execute(_statements(connection.dialect.name).dry_run, found.parameters).one()
-        return found.report(gone, int(events or 0), -(-gone // batch_size), applied=False)
+        return found.report(gone, int(events or 0), listing.number_of_parts(gone, batch_size), applied=False)
 
 
 def apply_in_batches(
@@ -79,20 +79,16 @@ def apply_in_batches(
 
     def begin() -> tuple[_Found, int]:
         found = _Found.by(connection, older_than_seconds, clock)
-        listed = listing.make(connection, statements.listing, found.parameters)
-        if not listed:
-            listing.drop(connection)
-        return found, listed
+        return found, listing.make(connection, statements.listing, found.parameters)
 
     found, listed = in_transaction(begin)
-    gone, events, batches = 0, 0, 0
-    for first in range(1, listed + 1, batch_size):
-        last = min(first + batch_size - 1, listed)
+    gone, events = 0, 0
+    for first, last in listing.parts(listed, batch_size):
         part = in_transaction(partial(_let_go, connection, statements, found.parameters, first, last, listed))
-        gone, events, batches = gone + part.tasks, events + part.events, batches + 1
+        gone, events = gone + part.tasks, events + part.events
         if progress is not None:
             progress(last, listed)
-    return found.report(gone, events, batches, applied=True)
+    return found.report(gone, events, listing.number_of_parts(listed, batch_size), applied=True)
 
 
 class _Gone(NamedTuple):

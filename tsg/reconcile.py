@@ -99,19 +99,23 @@ def preview(
         batch_size: report what :func:`apply_in_batches` would.
 
     Raises:
+        InvalidInput: a malformed argument.
         StateConflict: a row to be changed breaks a rule, or has a time later than `now`.
         TaskNotFound: there is no such parent.
     """
+    size = None if batch_size is None else values.at_least_one(batch_size, "batch_size")
     with refusing():
         connection = connection_of(target)
         with snapshot(connection):
-            skip = skip_conflicts or batch_size is not None
+            skip = values.flag(skip_conflicts, "skip_conflicts") or size is not None
             run = _Run.begin(connection, policy, now, clock, skip_conflicts=skip, parent_id=parent_id)
             stale = run.find(run.statements.stale.counts)
             due = run.find(run.statements.due.counts)
             if run.closes_at_once:
                 due = due.and_also(stale._replace(conflicts=0))
-            batches = None if batch_size is None else sum(-(-sum(found) // batch_size) for found in (stale, due))
+            batches = None
+            if size is not None:
+                batches = sum(listing.number_of_parts(sum(found), size) for found in (stale, due))
             examined = run.count(run.statements.open_deliveries) + stale.actionable
             return run.report(stale, due, examined, applied=False, batches=batches)
 
@@ -137,6 +141,7 @@ def apply(
         StateConflict: also where somebody else changed a row in the middle, which no isolation that this
             asks for allows.
     """
+    values.optional_callable(progress, "progress")
     with refusing():
         connection = connection_of(target)
         require_transaction(connection)
@@ -186,10 +191,7 @@ def apply_in_batches(
         return run, listed, run.count(run.statements.due.total) + (listed if run.closes_at_once else 0)
 
     def go_on() -> tuple[int, int]:
-        listed = run.list_what_is(run.statements.due)
-        if not listed:
-            listing.drop(connection)
-        return run.count(run.statements.open_deliveries), listed
+        return run.count(run.statements.open_deliveries), run.list_what_is(run.statements.due)
 
     def write(kind: sweep.Kind, first: int, last: int, listed: int) -> _Found:
         found = run.write_listed(kind, first, last)
@@ -199,8 +201,7 @@ def apply_in_batches(
 
     def write_all(kind: sweep.Kind, listed: int, done: int, total: int) -> _Found:
         found = _Found(0, 0, 0)
-        for first in range(1, listed + 1, batch_size):
-            last = min(first + batch_size - 1, listed)
+        for first, last in listing.parts(listed, batch_size):
             found = found.and_also(in_transaction(partial(write, kind, first, last, listed)))
             if progress is not None:
                 progress(done + last, total)
@@ -210,7 +211,7 @@ def apply_in_batches(
     stale = write_all(run.statements.stale, stale_listed, 0, stale_listed + due_expected)
     examined, due_listed = in_transaction(go_on)
     due = write_all(run.statements.due, due_listed, stale_listed, stale_listed + due_listed)
-    batches = sum(-(-listed // batch_size) for listed in (stale_listed, due_listed))
+    batches = sum(listing.number_of_parts(listed, batch_size) for listed in (stale_listed, due_listed))
     return run.report(stale, due, examined, applied=True, batches=batches)
 
 

@@ -31,7 +31,6 @@ __all__ = [
     "active",
     "awaiting_delivery",
     "breaks",
-    "broken",
     "closed",
     "constant",
     "event_rules",
@@ -323,15 +322,6 @@ def sound(
 ) -> Condition:
     """That a task's row keeps every rule; never NULL. Arguments as :func:`task_rules`."""
     return keeps(task_rules(c, statuses, delivery_statuses))
-
-
-def broken(
-    c: Columns,
-    statuses: Collection[str] = STATUSES,
-    delivery_statuses: Collection[str] = DELIVERY_STATUSES,
-) -> Condition:
-    """That it breaks one; never NULL."""
-    return breaks(task_rules(c, statuses, delivery_statuses))
 
 
 def keeps(rules: Iterable[Rule]) -> Condition:
