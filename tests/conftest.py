@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from tests import postgresql
+from tests import debian, postgresql
 from tsg import Ledger, upgrade
 
 DATA = Path(__file__).parent / "data"
@@ -40,6 +40,7 @@ class FakeClock:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    debian.install_missing_for(config)
     postgresql.start_for(config)
 
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from tests import debian
+
 URL_VARIABLE = "TSG_TEST_POSTGRESQL"
 SKIP_VARIABLE = "TSG_TESTS_WITHOUT_POSTGRESQL"
 
@@ -83,10 +85,8 @@ def start_for(config: pytest.Config) -> None:
 
 def _binaries() -> Path:
     found = _installed()
-    if found is None and os.geteuid() == 0 and shutil.which("apt-get"):
-        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        for arguments in (["update"], ["install", "-y", "--no-install-recommends", "postgresql"]):
-            subprocess.run(["apt-get", "-qq", *arguments], env=environment, capture_output=True, check=True)
+    if found is None and debian.can_install():
+        debian.install("postgresql")
         found = _installed()
     if found is None:
         raise pytest.UsageError(
