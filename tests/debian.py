@@ -1,4 +1,4 @@
-"""Programs that the tests use and Debian packages: found, or installed where this runs as root, or said to be missing."""
+"""Programs of Debian packages that the tests use: found, or installed as root, or said to be missing."""
 
 from __future__ import annotations
 
