@@ -20,12 +20,12 @@ from tests import debian
 _CALL = re.compile(r"(?P<name>\w+)\((?P<arguments>.*)\)\s+= (?P<result>.*)\Z", re.DOTALL)
 
 #: Calls that change a file, or a folder's entries.
-CHANGES = (
-    "chmod fchmod fchmodat chown fchown fchownat lchown creat fallocate ftruncate truncate link linkat symlink "
-    "symlinkat mkdir mkdirat mknod mknodat rename renameat renameat2 rmdir unlink unlinkat utime utimes utimensat "
-    "futimesat write pwrite64 writev pwritev pwritev2 setxattr fsetxattr lsetxattr removexattr fremovexattr lremovexattr "
-    "copy_file_range sendfile"
-).split()
+CHANGES = """
+    chmod fchmod fchmodat chown fchown fchownat lchown creat fallocate ftruncate truncate link linkat symlink
+    symlinkat mkdir mkdirat mknod mknodat rename renameat renameat2 rmdir unlink unlinkat utime utimes utimensat
+    futimesat write pwrite64 writev pwritev pwritev2 setxattr fsetxattr lsetxattr removexattr fremovexattr
+    lremovexattr copy_file_range sendfile
+""".split()
 
 
 class Call(NamedTuple):
