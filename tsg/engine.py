@@ -253,7 +253,8 @@ def make_postgresql_engine(url: URL, *, busy_timeout_ms: int) -> Engine:
         InvalidInput: the driver that the URL names is not installed.
     """
     try:
-        engine = sa.create_engine(url, hide_parameters=True)
+        # A connection that a restarted server has forgotten is found out before anything is asked of it.
+        engine = sa.create_engine(url, hide_parameters=True, pool_pre_ping=True)
     except (ImportError, sa.exc.ArgumentError, sa.exc.NoSuchModuleError):
         raise InvalidInput("the driver that the URL names is not installed here") from None
     if engine.dialect.is_async:
@@ -304,7 +305,11 @@ def refusing() -> Iterator[None]:
             raise StateConflict("others kept the ledger busy for too long; try again", retriable=True) from None
         if getattr(getattr(error, "orig", None), "sqlstate", None) in _NOT_ALLOWED:
             raise StateConflict("the database's role may not do this, or has no schema to do it in") from None
-        raise StateConflict("the database can't be read or written; check the file and the disk") from None
+        if getattr(error, "connection_invalidated", False):
+            raise StateConflict("the connection was lost, perhaps after the change was kept; call again") from None
+        raise StateConflict(
+            "the database can't be read or written; check the file and the disk, or the server"
+        ) from None
 
 
 def is_contention(error: BaseException) -> bool:

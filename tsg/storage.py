@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import quote
 
+from tsg import procfs
 from tsg.errors import InvalidInput, StateConflict
 
 __all__ = [
@@ -46,6 +47,8 @@ _UNUSABLE: Final = "the ledger's path can't be used: it is missing, or permissio
 #: The size of the smallest SQLite database: one page of the smallest size.
 _SMALLEST: Final = 512
 _CHUNK: Final = 1024 * 1024
+#: Another thread may open a file of its own in the same moment; that it does so each time is beyond belief.
+_LOOKS: Final = 3
 
 # Between making the empty file and closing its descriptor no thread of ours may open it (see above).
 _creating = threading.Lock()
@@ -169,19 +172,28 @@ class LedgerFile:
             mode: SQLite's open mode, ``rw`` or ``ro``.
 
         Raises:
-            StateConflict: another file stands there now.
+            StateConflict: another file stands there now, or stood there when it was opened.
             sqlite3.Error: SQLite can't open it.
         """
-        with _creating:
-            connection = sqlite3.connect(
-                f"file:{quote(os.fsencode(self.path) if _POSIX else Path(self.path).as_posix())}?mode={mode}",
-                uri=True,
-                check_same_thread=False,
-            )
-        if self.identity() != expected:
+        for _ in range(_LOOKS):
+            with _creating:
+                before = procfs.open_files()
+                connection = sqlite3.connect(
+                    f"file:{quote(os.fsencode(self.path) if _POSIX else Path(self.path).as_posix())}?mode={mode}",
+                    uri=True,
+                    check_same_thread=False,
+                )
+                after = procfs.open_files()
+            opened = {identity for number, identity in after.items() if before.get(number) != identity}
+            try:
+                # Nothing opened: nothing is told here, or SQLite has taken one that it had left open on this file.
+                if self.identity() == expected and (not opened or expected in opened):
+                    return connection
+            except BaseException:
+                connection.close()
+                raise
             connection.close()
-            raise StateConflict("the ledger's file was replaced")
-        return connection
+        raise StateConflict("the ledger's file was replaced")
 
     def is_live(self) -> bool:
         """Whether SQLite's sidecars of a database in use are there; none of them otherwise.
@@ -311,7 +323,7 @@ def _mode(path: str) -> int:
 
 
 def _judge_directories(path: str) -> None:
-    """The leaf directory must be ours alone to write; no other may be anybody's to rename in."""
+    """The leaf directory must be ours alone to write; no other may be anybody's to rename in; all on this machine."""
     if not _POSIX:
         return
     directory = os.path.dirname(path)
@@ -325,6 +337,15 @@ def _judge_directories(path: str) -> None:
         found = _lstat(directory)
         if found is not None and found.st_mode & _SHARED_WRITE and not found.st_mode & stat.S_ISVTX:
             raise InvalidInput("a directory above the ledger may be written by others")
+    if procfs.is_network(_nearest(os.path.dirname(path))):
+        raise InvalidInput("a ledger can't lie on a network's file system; use a local one, or PostgreSQL")
+
+
+def _nearest(directory: str) -> str:
+    """The directory, or where it is missing the one above it that is there."""
+    while _lstat(directory) is None:
+        directory = os.path.dirname(directory)
+    return directory
 
 
 def _make_directories(directory: str) -> None:
