@@ -307,9 +307,7 @@ def refusing() -> Iterator[None]:
             raise StateConflict("the database's role may not do this, or has no schema to do it in") from None
         if getattr(error, "connection_invalidated", False):
             raise StateConflict("the connection was lost, perhaps after the change was kept; call again") from None
-        raise StateConflict(
-            "the database can't be read or written; check the file and the disk, or the server"
-        ) from None
+        raise StateConflict("the database can't be read or written; check its file and disk, or its server") from None
 
 
 def is_contention(error: BaseException) -> bool:

@@ -18,11 +18,13 @@ _DESCRIPTORS: Final = "/proc/self/fd"
 #: File systems that other machines may have mounted too. SQLite's WAL has its index in memory, which they don't share.
 #: What a virtual machine has from its host (9p, virtiofs) can't be told from a disk of its own, and is let be.
 _NETWORK: Final = frozenset(
-    "afs beegfs ceph cifs coda gfs2 glusterfs gpfs lustre ncpfs nfs nfs4 ocfs2 orangefs smb3 smbfs".split()
+    {"afs", "beegfs", "ceph", "cifs", "coda", "gfs2", "glusterfs", "gpfs"}
+    | {"lustre", "ncpfs", "nfs", "nfs4", "ocfs2", "orangefs", "smb3", "smbfs"}
 )
 #: The same in user space, where the type is fuse and one of these.
 _NETWORK_FUSE: Final = frozenset(
-    "blobfuse2 ceph ceph-fuse curlftpfs gcsfuse glusterfs goofys juicefs mfs rclone s3fs s3ql smbnetfs sshfs".split()
+    {"blobfuse2", "ceph", "ceph-fuse", "curlftpfs", "gcsfuse", "glusterfs", "goofys"}
+    | {"juicefs", "mfs", "rclone", "s3fs", "s3ql", "smbnetfs", "sshfs"}
 )
 
 
