@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tsg.schema import downgrade as downgrade
     from tsg.schema import include_name as include_name
     from tsg.schema import upgrade as upgrade
+    from tsg.sessions import server_clock as server_clock
     from tsg.states import DeliveryStatus as DeliveryStatus
     from tsg.states import TaskStatus as TaskStatus
     from tsg.values import payload_fingerprint as payload_fingerprint
@@ -54,6 +55,7 @@ __all__ = [
     "payload_fingerprint",
     "reconcile",
     "reconcile_restart",
+    "server_clock",
     "upgrade",
 ]
 
@@ -74,6 +76,7 @@ _HOMES = {
     "tsg.reconcile": ("ReconcilePolicy",),
     "tsg.records": ("TaskRecord",),
     "tsg.schema": ("downgrade", "include_name", "upgrade"),
+    "tsg.sessions": ("server_clock",),
     "tsg.states": ("DeliveryStatus", "TaskStatus"),
     "tsg.values": ("payload_fingerprint",),
 }

@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, Final, TypedDict, TypeVar
+from typing import Final, TypedDict, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
@@ -29,6 +29,7 @@ from tsg.listing import Progress, Transactions
 from tsg.opening import Opened, open_engine, open_read_only, open_to_write, place_of
 from tsg.reconcile import ReconcilePolicy
 from tsg.records import TaskRecord, creation
+from tsg.sessions import server_clock
 from tsg.states import Clock, DeliveryStatus, TaskStatus, Verb
 
 __all__ = ["Ledger", "StorageInfo", "reconcile_restart"]
@@ -41,9 +42,6 @@ _ATTEMPTS: Final = 8
 _PAUSE_SECONDS: Final = 0.02
 #: Between batches on SQLite, whose waiting writers sleep for up to 0.1 s.
 _LEAST_PAUSE_SECONDS: Final = 0.02
-_SERVER_TIME: Final[sa.Select[Any]] = sa.select(
-    sa.cast(sa.func.extract("epoch", sa.func.clock_timestamp()), sa.Double())
-)
 
 
 class StorageInfo(TypedDict):
@@ -460,9 +458,7 @@ class Ledger:
 
     def _clock_on(self, connection: Connection) -> Clock:
         """The ledger's clock: on a server, where hosts disagree, the server's, unless one was given."""
-        if self._clock is not time.time or connection.dialect.name != "postgresql":
-            return self._clock
-        return lambda: connection.execute(_SERVER_TIME).scalar_one()
+        return server_clock(connection) if self._clock is time.time else self._clock
 
 
 def _attempt(

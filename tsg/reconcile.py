@@ -11,7 +11,6 @@ snapshot: any on SQLite, one at REPEATABLE READ on PostgreSQL, where a concurren
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple, NotRequired, TypedDict
@@ -23,7 +22,7 @@ from tsg import listing, sweep, values
 from tsg.engine import refusing, require_transaction, snapshot, unchecked
 from tsg.errors import InvalidInput, StateConflict, TaskNotFound
 from tsg.listing import Progress, Transactions
-from tsg.sessions import Session, connection_of
+from tsg.sessions import Session, clock_of, connection_of
 from tsg.states import Clock
 from tsg.tables import tasks
 
@@ -86,7 +85,7 @@ def preview(
     skip_conflicts: bool = False,
     parent_id: object = None,
     batch_size: int | None = None,
-    clock: Clock = time.time,
+    clock: Clock | None = None,
 ) -> Report:
     """What :func:`apply` would do at this time; nothing is written.
 
@@ -94,6 +93,7 @@ def preview(
         target: a connection or session, in whatever transaction it has.
         now: the decision time, seconds since the epoch; by default `clock`, read once the snapshot is fixed,
             so that a heartbeat that lands meanwhile can't look like the future.
+        clock: by default the session's (see :class:`tsg.Task`); on a connection the server's, or this machine's.
         skip_conflicts: pass over rows that can't be acted on, and count them, instead of refusing.
         parent_id: only the direct children of this task.
         batch_size: report what :func:`apply_in_batches` would.
@@ -108,7 +108,8 @@ def preview(
         connection = connection_of(target)
         with snapshot(connection):
             skip = values.flag(skip_conflicts, "skip_conflicts") or size is not None
-            run = _Run.begin(connection, policy, now, clock, skip_conflicts=skip, parent_id=parent_id)
+            read = clock or clock_of(target)
+            run = _Run.begin(connection, policy, now, read, skip_conflicts=skip, parent_id=parent_id)
             stale = run.find(run.statements.stale.counts)
             due = run.find(run.statements.due.counts)
             if run.closes_at_once:
@@ -127,7 +128,7 @@ def apply(
     now: float | None = None,
     skip_conflicts: bool = False,
     parent_id: object = None,
-    clock: Clock = time.time,
+    clock: Clock | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Time out what is stale and close the deliveries that are overdue, each with its event.
@@ -145,7 +146,8 @@ def apply(
     with refusing():
         connection = connection_of(target)
         require_transaction(connection)
-        run = _Run.begin(connection, policy, now, clock, skip_conflicts=skip_conflicts, parent_id=parent_id)
+        read = clock or clock_of(target)
+        run = _Run.begin(connection, policy, now, read, skip_conflicts=skip_conflicts, parent_id=parent_id)
         stale = run.find(run.statements.stale.counts)
         examined = run.count(run.statements.open_deliveries) + stale.actionable
         run.write(run.statements.stale, stale)
@@ -167,7 +169,7 @@ def apply_in_batches(
     *,
     batch_size: int,
     parent_id: object = None,
-    clock: Clock = time.time,
+    clock: Clock | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """The same as :func:`apply` in transactions of a bounded size, oldest first, all at the time of the first.
@@ -186,7 +188,8 @@ def apply_in_batches(
     """
 
     def begin() -> tuple[_Run, int, int]:
-        run = _Run.begin(connection, policy, None, clock, skip_conflicts=True, parent_id=parent_id)
+        read = clock or clock_of(connection)
+        run = _Run.begin(connection, policy, None, read, skip_conflicts=True, parent_id=parent_id)
         listed = run.list_what_is(run.statements.stale)
         return run, listed, run.count(run.statements.due.total) + (listed if run.closes_at_once else 0)
 

@@ -1,16 +1,28 @@
-"""What the set-based work is given to work on: a connection, or an ORM session that has one."""
+"""What set-based work is given to work on, a connection or an ORM session that has one, and whose clock it keeps."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import time
+from typing import Any, Final, Protocol
 
+import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-__all__ = ["Session", "connection_of"]
+from tsg.states import Clock
+
+__all__ = ["Session", "clock_of", "connection_of", "server_clock"]
+
+_SERVER_TIME: Final[sa.Select[Any]] = sa.select(
+    sa.cast(sa.func.extract("epoch", sa.func.clock_timestamp()), sa.Double())
+)
 
 
 class Session(Protocol):
     """What is asked of an ORM session; the ORM itself is not needed here."""
+
+    @property
+    def info(self) -> dict[Any, Any]:
+        """What its maker keeps in it."""
 
     def connection(self, bind_arguments: Any = None) -> Connection:
         """The connection of its transaction, by what is asked of it."""
@@ -26,8 +38,40 @@ def connection_of(target: Connection | Session) -> Connection:
     """The connection of `target`, with all that a session holds sent to it."""
     if isinstance(target, Connection):
         return target
+    target.flush()
+    return _bound(target)
+
+
+def server_clock(target: Connection | Session) -> Clock:
+    """The clock of the database's server, which is one for all its hosts; with SQLite, it is this machine's.
+
+    For ``session.info["tsg_clock"]`` where the clocks of hosts may disagree. A reading is a question to the server, in
+    the transaction that `target` has then.
+
+    Returns:
+        Gives seconds since the epoch.
+    """
+
+    def read() -> float:
+        connection = target if isinstance(target, Connection) else _bound(target)
+        if connection.dialect.name != "postgresql":
+            return time.time()
+        now: float = connection.execute(_SERVER_TIME).scalar_one()
+        return now
+
+    return read
+
+
+def clock_of(target: Connection | Session) -> Clock:
+    """The clock of the session's own tasks; on a connection, the server's."""
+    if isinstance(target, Connection):
+        return server_clock(target)
+    clock: Clock = target.info.get("tsg_clock", time.time)
+    return clock
+
+
+def _bound(session: Session) -> Connection:
     # Who passes a session has the ORM loaded; and a session may be bound by class.
     from tsg.models import Task
 
-    target.flush()
-    return target.connection(bind_arguments={"mapper": Task})
+    return session.connection(bind_arguments={"mapper": Task})
