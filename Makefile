@@ -10,7 +10,7 @@ PORTABLE = tests/test_values.py tests/test_states.py tests/test_ledger.py tests/
   tests/test_aio.py tests/test_host_engines.py tests/test_public_surface.py tests/test_demo.py tests/test_execution.py \
   tests/test_prune.py
 
-.PHONY: demo test test-all test-lowest test-portable portable lint bench bench-full dist clean
+.PHONY: demo test test-all test-lowest test-portable portable faults fuzz soak lint bench bench-full dist clean
 
 # With DB=postgresql+psycopg://… in a schema of its own there, which it makes and drops.
 demo: $(VENV)/.runtime
@@ -47,6 +47,21 @@ test-lowest:
 	@sed -nE 's/^ *"(sqlalchemy|alembic|click)>=([0-9.]+)",$$/\1==\2/p' pyproject.toml > $(VENV)/lowest.txt
 	$(PIP) install --editable ".[postgresql,async,asyncpg]" --group test --constraint $(VENV)/lowest.txt
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(TESTS)
+
+# More of the same as in the suite: rounds of kills and every call refused in turn, values, an hour of load on each
+# database. THREAT_MODEL.md has the table that the first of them prints.
+ROUNDS ?= 3000
+SECONDS_EACH ?= 600
+SOAK_SECONDS ?= 3600
+
+faults: $(VENV)/.test
+	TSG_FAULT_ROUNDS=$(ROUNDS) $(BIN)/python -m pytest $(PYTEST_ARGS) tests/faults
+
+fuzz: $(VENV)/.test
+	TSG_FUZZ_SECONDS=$(SECONDS_EACH) $(BIN)/python -m pytest $(PYTEST_ARGS) tests/fuzz
+
+soak: $(VENV)/.test
+	TSG_SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest -s tests/faults/test_soak.py
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -19,8 +19,9 @@ import tsg
 from tests.conftest import FakeClock, expected, raw, snapshot
 from tests.conftest import tsg as command
 from tsg import InvalidInput, Ledger, LedgerError, SchemaTooNew, StateConflict, TaskNotFound
+from tsg.copies import copy_closed, wipe
 from tsg.engine import make_engine
-from tsg.storage import LedgerFile, locate, wipe
+from tsg.storage import LedgerFile, locate
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="file modes are POSIX")
 
@@ -860,7 +861,7 @@ def test_what_bringing_a_private_copy_to_head_left_over_is_overwritten_too(fille
 
 def test_a_private_copy_that_may_not_be_written_is_overwritten_all_the_same(filled: Path) -> None:
     file: LedgerFile = locate(filled)
-    loaded = file.read_snapshot()
+    loaded = copy_closed(file)
     copy = sqlite3.connect(":memory:", factory=Observed)
     loaded.backup(copy)
     loaded.close()

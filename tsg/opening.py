@@ -17,9 +17,10 @@ import sqlalchemy as sa
 from sqlalchemy.engine import URL, Connection, Engine
 
 from tsg import catalog, schema, storage
+from tsg.copies import SNAPSHOT_LIMIT, copy_closed, copy_open, wipe
 from tsg.engine import enable_wal, make_engine, make_postgresql_engine, reading, refusing, sqlite_driver
 from tsg.errors import InvalidInput, LedgerError, SchemaOutdated, StateConflict
-from tsg.storage import SNAPSHOT_LIMIT, LedgerFile
+from tsg.storage import LedgerFile
 from tsg.tables import VERSION_TABLE, metadata
 
 __all__ = [
@@ -68,7 +69,7 @@ class Opened:
         if self.watch is not None:
             self.watch.close()
         for copy in self.copies:
-            storage.wipe(copy)
+            wipe(copy)
         if self.owned:
             for engine in {self.engine, self.original}:
                 if isinstance(engine, Engine):
@@ -204,7 +205,7 @@ def open_read_only(
                     raise StateConflict("the ledger has changed since it was copied; open it again")
         else:
             traits = file.traits()
-            copies.append(file.read_snapshot(snapshot_limit))
+            copies.append(copy_closed(file, snapshot_limit))
             original = _private(copies[0], busy_timeout_ms)
 
             def verify() -> None:
@@ -224,7 +225,7 @@ def open_read_only(
                     opened.watch = file.connect("ro", identity)
                     seen = _data_version(opened.watch)
                 if opened.fault is not None and older:
-                    copies.append(storage.copy_to_memory(driver, snapshot_limit))
+                    copies.append(copy_open(driver, snapshot_limit))
             if opened.fault is not None and older:
                 opened.engine = _private(copies[-1], busy_timeout_ms, read_only=False)
                 schema.upgrade(opened.engine)

@@ -1,18 +1,15 @@
-"""A ledger's file: who may reach it, whether it is still the same one, and a private copy of it.
+"""A ledger's file: who may reach it, and whether it is still the same one.
 
 The database and SQLite's sidecars are for their owner alone. What is refused is refused before anything is
 opened, made or changed; the one who shares our user id is trusted. Only :meth:`LedgerFile.make` and
 :meth:`LedgerFile.tighten` change anything; everything else here only looks.
 
 A descriptor on a database that this process may have open is never closed here: POSIX drops *all* of a
-process's locks on a file with any of its descriptors. So files are judged by ``lstat``, and the one function
-that reads a file (:func:`read_snapshot`) does so only when no sidecar says that it is in use.
+process's locks on a file with any of its descriptors. So files are judged by ``lstat``.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
 import os
 import sqlite3
 import stat
@@ -28,15 +25,10 @@ from tsg import procfs
 from tsg.errors import InvalidInput, StateConflict
 
 __all__ = [
-    "SNAPSHOT_LIMIT",
     "LedgerFile",
-    "copy_to_memory",
     "locate",
-    "wipe",
+    "traits_of",
 ]
-
-#: The largest file of which a private copy is made, in bytes.
-SNAPSHOT_LIMIT: Final = 64 * 1024 * 1024
 
 _SIDECARS: Final = ("-journal", "-wal", "-shm")
 _POSIX: Final = os.name == "posix"
@@ -46,7 +38,6 @@ _PRIVATE_DIRECTORY: Final = 0o700
 _UNUSABLE: Final = "the ledger's path can't be used: it is missing, or permission is"
 #: The size of the smallest SQLite database: one page of the smallest size.
 _SMALLEST: Final = 512
-_CHUNK: Final = 1024 * 1024
 #: Another thread may open a file of its own in the same moment; that it does so each time is beyond belief.
 _LOOKS: Final = 3
 
@@ -149,7 +140,7 @@ class LedgerFile:
     def traits(self) -> tuple[int, ...]:
         """All that changes when somebody writes to the file, or another takes its place."""
         found = _lstat(self.path)
-        return () if found is None else _traits(found)
+        return () if found is None else traits_of(found)
 
     def identity(self) -> tuple[int, int]:
         """What tells this file from another of the same name: device and inode.
@@ -206,26 +197,6 @@ class LedgerFile:
             raise StateConflict("the ledger was not closed cleanly; open it for writing once")
         return wal
 
-    def read_snapshot(self, limit: int = SNAPSHOT_LIMIT) -> sqlite3.Connection:
-        """A private copy in memory of a closed ledger, read twice to be sure that nobody wrote meanwhile.
-
-        Args:
-            limit: the largest size that is read, in bytes.
-
-        Raises:
-            StateConflict: the file is too large, not in WAL mode, or changed while it was read.
-        """
-        try:
-            content, digest, before = _read_all(self.path, limit)
-            try:
-                if _read_digest(self.path) != (digest, before) or self.is_live():
-                    raise StateConflict("the ledger changed while it was read; try again")
-                return _load(content)
-            finally:
-                _blank(content)
-        except OSError:
-            raise StateConflict("the ledger's file can't be read") from None
-
     def _sidecars(self) -> list[str]:
         return [path for path in (self.path + suffix for suffix in _SIDECARS) if _lstat(path) is not None]
 
@@ -259,49 +230,6 @@ def locate(target: object, *, allow_external_acl: bool = False) -> LedgerFile:
         return LedgerFile(os.path.join(directory, name), "posix_mode" if _POSIX else "external_acl")
     except (OSError, ValueError):
         raise InvalidInput("a ledger's path must name a local file") from None
-
-
-def copy_to_memory(source: sqlite3.Connection, limit: int = SNAPSHOT_LIMIT) -> sqlite3.Connection:
-    """A private copy in memory of a database that is open elsewhere, as of one moment.
-
-    Raises:
-        StateConflict: it has more than `limit` bytes.
-    """
-    (pages,) = source.execute("PRAGMA page_count").fetchone()
-    (size,) = source.execute("PRAGMA page_size").fetchone()
-    if pages * size > limit:
-        raise StateConflict("the ledger is too large for a private copy; raise the limit or upgrade it")
-    copy = sqlite3.connect(":memory:", check_same_thread=False)
-    source.backup(copy)
-    return copy
-
-
-def wipe(connection: sqlite3.Connection) -> None:
-    """Overwrite a private copy's pages before its memory is given back, then close it.
-
-    A copy of a damaged database can't be walked to its end; what of it is reached is overwritten.
-    """
-    try:
-        connection.rollback()
-        for pragma in ("query_only = OFF", "journal_mode = OFF", "secure_delete = ON", "foreign_keys = OFF"):
-            connection.execute(f"PRAGMA {pragma}").fetchall()
-        (free,) = connection.execute("PRAGMA freelist_count").fetchone()
-        (size,) = connection.execute("PRAGMA page_size").fetchone()
-        if free:
-            # Pages that were free already keep what they held, unless something takes their place.
-            connection.execute("CREATE TABLE tsg_wipe (filler BLOB)")
-            connection.execute("INSERT INTO tsg_wipe VALUES (zeroblob(?))", (free * size,))
-        for kind in ("view", "table"):
-            found = connection.execute(
-                "SELECT name FROM sqlite_master WHERE type = ? AND name NOT LIKE 'sqlite\\_%' ESCAPE '\\'", (kind,)
-            ).fetchall()
-            for (name,) in found:
-                connection.execute(f'DROP {kind} "{name.replace(chr(34), chr(34) * 2)}"')
-        connection.commit()
-    except (sqlite3.DatabaseError, UnicodeDecodeError):
-        pass
-    finally:
-        connection.close()
 
 
 def _is_plain(found: os.stat_result) -> bool:
@@ -392,61 +320,6 @@ def _refusing_os_errors() -> Iterator[None]:
         raise InvalidInput(_UNUSABLE) from None
 
 
-def _opened(path: str) -> io.FileIO:
-    def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0))
-
-    return io.FileIO(path, "rb", opener=opener)
-
-
-def _traits(found: os.stat_result) -> tuple[int, ...]:
+def traits_of(found: os.stat_result) -> tuple[int, ...]:
+    """All that changes when somebody writes to a file, or another takes its place."""
     return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_nlink)
-
-
-def _read_all(path: str, limit: int) -> tuple[bytearray, bytes, tuple[int, ...]]:
-    with _opened(path) as file:
-        traits = _traits(os.fstat(file.fileno()))
-        if traits[2] > limit:
-            raise StateConflict("the ledger is too large for a private copy; raise the limit or keep it open")
-        content = bytearray(traits[2])
-        try:
-            filled = 0
-            while count := file.readinto(memoryview(content)[filled:]):
-                filled += count
-            # SQLite's header: bytes 18 and 19 are 2 in WAL mode.
-            if not content.startswith(b"SQLite format 3\0") or content[18:20] != b"\2\2":
-                raise StateConflict("the file is not a ledger in WAL mode")
-        except BaseException:
-            _blank(content)
-            raise
-        return content, hashlib.sha256(content).digest(), traits
-
-
-def _read_digest(path: str) -> tuple[bytes, tuple[int, ...]]:
-    digest = hashlib.sha256()
-    chunk = bytearray(_CHUNK)
-    try:
-        with _opened(path) as file:
-            while count := file.readinto(chunk):
-                digest.update(memoryview(chunk)[:count])
-            return digest.digest(), _traits(os.fstat(file.fileno()))
-    finally:
-        _blank(chunk)
-
-
-def _blank(buffer: bytearray) -> None:
-    buffer[:] = bytes(len(buffer))
-
-
-def _load(content: bytearray) -> sqlite3.Connection:
-    connection = sqlite3.connect(":memory:", check_same_thread=False)
-    try:
-        if not hasattr(connection, "deserialize"):
-            raise StateConflict("this Python's SQLite can't load a private copy; open the ledger for writing")
-        # A database in memory has no WAL; all of it is in the main file, since there was none beside it.
-        content[18:20] = b"\1\1"
-        connection.deserialize(content)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
