@@ -169,11 +169,7 @@ def open_to_write(
         engine.dispose()
         raise
 
-    def verify() -> None:
-        if file.identity() != identity:
-            raise StateConflict("the ledger's file was replaced")
-
-    return Opened(engine, engine, file.permission_model, verify=verify)
+    return Opened(engine, engine, file.permission_model, verify=lambda: file.require_same(identity))
 
 
 def open_read_only(
@@ -187,54 +183,65 @@ def open_read_only(
     """
     if isinstance(place, URL):
         return _open_url(place, busy_timeout_ms, migrate=False, read_only=True)
-    file = place
-    file.require()
-    identity = file.identity()
-    copies: list[sqlite3.Connection] = []
-    seen = 0
+    place.require()
     with refusing():
-        if file.is_live():
-            original = make_engine(
-                lambda: file.connect("ro", identity), busy_timeout_ms=busy_timeout_ms, read_only=True
-            )
-
-            def verify() -> None:
-                if file.identity() != identity:
-                    raise StateConflict("the ledger's file was replaced")
-                if opened.watch is not None and _data_version(opened.watch) != seen:
-                    raise StateConflict("the ledger has changed since it was copied; open it again")
-        else:
-            traits = file.traits()
-            copies.append(copy_closed(file, snapshot_limit))
-            original = _private(copies[0], busy_timeout_ms)
-
-            def verify() -> None:
-                if file.traits() != traits or file.is_live():
-                    raise StateConflict("the ledger has changed since it was copied; open it again")
-
-        opened = Opened(original, original, file.permission_model, verify=verify, copies=copies)
+        opened = _live(place, busy_timeout_ms) if place.is_live() else _closed(place, busy_timeout_ms, snapshot_limit)
         try:
-            with reading(original) as connection:
+            with reading(opened.original) as connection:
                 driver = sqlite_driver(connection)
                 assert driver is not None
-                if not copies and driver.execute("PRAGMA journal_mode").fetchone() != ("wal",):
+                if not opened.copies and driver.execute("PRAGMA journal_mode").fetchone() != ("wal",):
                     raise StateConflict("the file is not a ledger in WAL mode")
                 opened.fault = schema.fault(connection)
                 older = schema.may_migrate(connection, adopt=True) and not schema.state(connection).empty
-                if opened.fault is not None and older and not copies:
-                    opened.watch = file.connect("ro", identity)
-                    seen = _data_version(opened.watch)
                 if opened.fault is not None and older:
-                    copies.append(copy_open(driver, snapshot_limit))
+                    if not opened.copies:
+                        _watch(opened, place)
+                    opened.copies.append(copy_open(driver, snapshot_limit))
             if opened.fault is not None and older:
-                opened.engine = _private(copies[-1], busy_timeout_ms, read_only=False)
+                opened.engine = _private(opened.copies[-1], busy_timeout_ms, read_only=False)
                 schema.upgrade(opened.engine)
-                copies[-1].execute("PRAGMA query_only = ON")
+                opened.copies[-1].execute("PRAGMA query_only = ON")
                 opened.fault = None
         except BaseException:
             opened.close()
             raise
     return opened
+
+
+def _live(file: LedgerFile, busy_timeout_ms: int) -> Opened:
+    """A file that is in use, read where it is."""
+    identity = file.identity()
+    engine = make_engine(lambda: file.connect("ro", identity), busy_timeout_ms=busy_timeout_ms, read_only=True)
+
+    return Opened(engine, engine, file.permission_model, verify=lambda: file.require_same(identity))
+
+
+def _closed(file: LedgerFile, busy_timeout_ms: int, snapshot_limit: int) -> Opened:
+    """A file that nobody uses, read from a private copy as long as it stays as it is."""
+    traits = file.traits()
+    copy = copy_closed(file, snapshot_limit)
+    engine = _private(copy, busy_timeout_ms)
+
+    def verify() -> None:
+        if file.traits() != traits or file.is_live():
+            raise StateConflict("the ledger has changed since it was copied; open it again")
+
+    return Opened(engine, engine, file.permission_model, verify=verify, copies=[copy])
+
+
+def _watch(opened: Opened, file: LedgerFile) -> None:
+    """From now on, what is read of a file in use is refused as soon as others have written to it."""
+    watch = file.connect("ro", file.identity())
+    seen = _data_version(watch)
+    in_place = opened.verify
+
+    def verify() -> None:
+        in_place()
+        if _data_version(watch) != seen:
+            raise StateConflict("the ledger has changed since it was copied; open it again")
+
+    opened.watch, opened.verify = watch, verify
 
 
 def open_as_it_is(place: Place, *, busy_timeout_ms: int = BUSY_TIMEOUT_MS) -> Opened:

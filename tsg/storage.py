@@ -156,6 +156,15 @@ class LedgerFile:
             raise StateConflict("the ledger's file was replaced")
         return found.st_dev, found.st_ino
 
+    def require_same(self, expected: tuple[int, int]) -> None:
+        """That the file has the `expected` identity still.
+
+        Raises:
+            StateConflict: it is gone, or another stands there.
+        """
+        if self.identity() != expected:
+            raise StateConflict("the ledger's file was replaced")
+
     def connect(self, mode: str, expected: tuple[int, int]) -> sqlite3.Connection:
         """A new connection to the file that has the `expected` identity; it never creates one.
 
