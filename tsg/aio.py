@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
-from tsg import doctor, prune, reconcile
+from tsg import doctor, prune, reconcile, values
 from tsg.engine import refusing
 from tsg.errors import InvalidInput, StateConflict
 from tsg.ledger import Ledger, StorageInfo
@@ -46,7 +46,7 @@ class AsyncLedger:
             from sqlalchemy.ext.asyncio import AsyncEngine
         except ImportError:
             raise InvalidInput("asyncio needs more to be installed: tsg-ledger[async] or tsg-ledger[asyncpg]") from None
-        if not isinstance(engine, AsyncEngine):
+        if not values.is_a(engine, AsyncEngine):
             raise InvalidInput("an AsyncLedger needs an AsyncEngine")
         if not callable(clock):
             raise InvalidInput("a clock must be callable")

@@ -14,7 +14,7 @@ from typing import Final
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from tsg.tables import VERSION_TABLE, tasks
+from tsg.tables import VERSION_TABLE, task_events, tasks
 
 __all__ = ["digest", "namespace", "quoted", "statements", "table_names"]
 
@@ -28,19 +28,20 @@ _POSTGRESQL_TABLES: Final = sa.text(
     "SELECT c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
     "WHERE n.nspname = :schema AND c.relkind IN ('r', 'p', 'v', 'm', 'f')"
 )
-# As the server puts the definitions back into words, without the schema that they live in.
+# As the server puts the definitions back into words: with the schema of every name, since no path leads anywhere.
 _POSTGRESQL: Final = sa.text(
     r"""
-    WITH ours AS (
-        SELECT c.oid, c.relname, c.relkind, c.relpersistence, c.relrowsecurity, c.relforcerowsecurity FROM pg_class c
-        JOIN pg_namespace n ON n.oid = c.relnamespace
+    WITH place AS MATERIALIZED (SELECT set_config('search_path', 'pg_catalog', true)), ours AS MATERIALIZED (
+        SELECT c.oid, c.relname, c.relkind, c.relpersistence, c.relrowsecurity, c.relforcerowsecurity FROM place
+        CROSS JOIN pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
         WHERE n.nspname = :schema AND c.relname LIKE 'tsg\_%' AND c.relkind IN ('r', 'p', 'v', 'm', 'f')
     )
     SELECT concat_ws(' ', 'table', relname, relkind, relpersistence, relrowsecurity, relforcerowsecurity) FROM ours
     UNION ALL
     SELECT concat_ws(' ', 'column', relname, attname, format_type(atttypid, atttypmod), attnotnull, attidentity,
-        attgenerated, pg_get_expr(adbin, adrelid))
-    FROM ours JOIN pg_attribute a ON a.attrelid = ours.oid
+        attgenerated, pg_get_expr(adbin, adrelid),
+        CASE WHEN attcollation <> typcollation THEN attcollation::regcollation END)
+    FROM ours JOIN pg_attribute a ON a.attrelid = ours.oid JOIN pg_type t ON t.oid = a.atttypid
     LEFT JOIN pg_attrdef d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
     WHERE attnum > 0 AND NOT attisdropped
     UNION ALL
@@ -57,6 +58,9 @@ _POSTGRESQL: Final = sa.text(
     FROM ours JOIN pg_constraint k ON k.conrelid = ours.oid JOIN pg_trigger t ON t.tgconstraint = k.oid
     WHERE contype = 'f' AND tgisinternal
     UNION ALL
+    SELECT concat_ws(' ', 'inherits', inhparent::regclass, inhrelid::regclass)
+    FROM ours JOIN pg_inherits i ON ours.oid IN (i.inhparent, i.inhrelid)
+    UNION ALL
     SELECT concat_ws(' ', 'rule', relname, rulename) FROM ours JOIN pg_rewrite r ON r.ev_class = ours.oid
     UNION ALL
     SELECT concat_ws(' ', 'sequence', c.relname) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
@@ -67,6 +71,14 @@ _POSTGRESQL: Final = sa.text(
     FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
     WHERE n.nspname = :schema AND proname LIKE 'tsg\_%'
     """
+)
+
+
+# The path; whether a name of ours without a schema leads elsewhere than to ours; whether triggers are let be.
+_CIRCUMSTANCES: Final = sa.text(
+    "SELECT current_setting('search_path'), bool_or(to_regclass(name) IS DISTINCT FROM "
+    "to_regclass(CAST(:schema AS text) || '.' || name)), current_setting('session_replication_role') = 'replica' "
+    f"FROM unnest(ARRAY['{VERSION_TABLE}', '{tasks.name}', '{task_events.name}']) AS name"
 )
 
 
@@ -103,11 +115,16 @@ def statements(connection: Connection) -> Iterator[str]:
         yield from (" ".join(row) for row in rows)
     else:
         schema = namespace(connection)
-        # It is told or left out by whether the connection's search_path finds it.
+        path, hidden, unguarded = connection.execute(_CIRCUMSTANCES, {"schema": quoted(schema)}).one()
+        if hidden and _translated(connection) is None:
+            yield "something else of our names is found before what is ours"
+        if unguarded:
+            yield "no trigger is asked on this connection"
         names = "|".join(re.escape(name) for name in (schema, quoted(schema)))
-        qualified = re.compile(rf"(?<![\w\"])(?:{names})\.(?=\"?tsg_)")
-        for (line,) in connection.execute(_POSTGRESQL, {"schema": schema}):
-            yield qualified.sub("", line)
+        own = re.compile(rf"(?<![\w\"])(?:{names})\.(?=\"?tsg_)")
+        lines = connection.execute(_POSTGRESQL, {"schema": schema}).scalars().all()
+        connection.execute(sa.select(sa.func.set_config("search_path", path, sa.true())))
+        yield from (own.sub("", line) for line in lines)
 
 
 def digest(lines: Iterable[str]) -> str:

@@ -10,6 +10,8 @@ import hashlib
 import io
 import os
 import sqlite3
+import stat
+from contextlib import closing
 from typing import Final
 
 from tsg.errors import StateConflict
@@ -62,25 +64,19 @@ def copy_open(source: sqlite3.Connection, limit: int = SNAPSHOT_LIMIT) -> sqlite
 def wipe(connection: sqlite3.Connection) -> None:
     """Overwrite a private copy's pages before its memory is given back, then close it.
 
-    A copy of a damaged database can't be walked to its end; what of it is reached is overwritten.
+    They are put in place one by one, so that a damaged copy, which can't be walked, is overwritten too. What SQLite and
+    Python themselves worked with on the way is theirs.
     """
     try:
         connection.rollback()
-        for pragma in ("query_only = OFF", "journal_mode = OFF", "secure_delete = ON", "foreign_keys = OFF"):
-            connection.execute(f"PRAGMA {pragma}").fetchall()
-        (free,) = connection.execute("PRAGMA freelist_count").fetchone()
+        connection.execute("PRAGMA query_only = OFF").close()
+        (pages,) = connection.execute("PRAGMA page_count").fetchone()
         (size,) = connection.execute("PRAGMA page_size").fetchone()
-        if free:
-            # Pages that were free already keep what they held, unless something takes their place.
-            connection.execute("CREATE TABLE tsg_wipe (filler BLOB)")
-            connection.execute("INSERT INTO tsg_wipe VALUES (zeroblob(?))", (free * size,))
-        for kind in ("view", "table"):
-            found = connection.execute(
-                "SELECT name FROM sqlite_master WHERE type = ? AND name NOT LIKE 'sqlite\\_%' ESCAPE '\\'", (kind,)
-            ).fetchall()
-            for (name,) in found:
-                connection.execute(f'DROP {kind} "{name.replace(chr(34), chr(34) * 2)}"')
-        connection.commit()
+        with closing(sqlite3.connect(":memory:", isolation_level=None)) as blank:
+            blank.execute(f"PRAGMA page_size = {size}")
+            blank.execute("CREATE TABLE blank (filler BLOB)")
+            blank.execute("INSERT INTO blank VALUES (zeroblob(?))", (pages * size,))
+            blank.backup(connection)
     except (sqlite3.DatabaseError, UnicodeDecodeError):
         pass
     finally:
@@ -89,9 +85,14 @@ def wipe(connection: sqlite3.Connection) -> None:
 
 def _opened(path: str) -> io.FileIO:
     def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0))
+        # Not to wait for a writer, should a pipe stand there now.
+        return os.open(name, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
 
-    return io.FileIO(path, "rb", opener=opener)
+    file = io.FileIO(path, "rb", opener=opener)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise StateConflict("the ledger's file was replaced")
+    return file
 
 
 def _read_all(path: str, limit: int) -> tuple[bytearray, bytes, tuple[int, ...]]:
@@ -104,8 +105,8 @@ def _read_all(path: str, limit: int) -> tuple[bytearray, bytes, tuple[int, ...]]
             filled = 0
             while count := file.readinto(memoryview(content)[filled:]):
                 filled += count
-            # SQLite's header: bytes 18 and 19 are 2 in WAL mode.
-            if not content.startswith(b"SQLite format 3\0") or content[18:20] != b"\2\2":
+            # SQLite's header: bytes 18 and 19 are 2 in WAL mode, the next but one are fixed.
+            if not content.startswith(b"SQLite format 3\0") or content[18:20] + content[21:24] != b"\2\2\100\40\40":
                 raise StateConflict("the file is not a ledger in WAL mode")
         except BaseException:
             _blank(content)

@@ -22,7 +22,7 @@ from tsg.errors import StateConflict
 from tsg.listing import Progress
 from tsg.sessions import Session, connection_of
 from tsg.states import DeliveryStatus, TaskStatus
-from tsg.tables import task_events, tasks
+from tsg.tables import task_events, tasks, version_table
 
 __all__ = ["CHECKS", "Check", "Report", "examine"]
 
@@ -311,7 +311,8 @@ def _compare_indexes(connection: Connection) -> Counts:
     if connection.dialect.name != "sqlite":
         return {}
     # A quick check leaves them out, and a page of an index that was lost or is an older one hides tasks from their ids.
-    return {_STALE_INDEXES: int(_damage(connection, f"integrity_check('{tasks.name}')"))}
+    checks = (f"integrity_check('{table.name}')" for table in (version_table, tasks))
+    return {_STALE_INDEXES: sum(_damage(connection, check) for check in checks)}
 
 
 @cache

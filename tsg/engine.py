@@ -201,6 +201,7 @@ def require_transaction(connection: Connection, mode: str = "") -> None:
     Raises:
         StateConflict: in AUTOCOMMIT it can't be; and to begin here what nobody would end is no way out.
     """
+    _wake(connection)
     if is_autocommit(connection):
         raise StateConflict("in AUTOCOMMIT every statement stands alone; give a connection with a transaction")
     if connection.dialect.name == "sqlite" and not _is_begun(connection):
@@ -212,6 +213,7 @@ def require_transaction(connection: Connection, mode: str = "") -> None:
 def snapshot(connection: Connection) -> Iterator[None]:
     """What is read in it is of one moment on SQLite, whatever the connection's mode; on PostgreSQL, where its
     isolation level says so."""
+    _wake(connection)
     if connection.dialect.name != "sqlite" or _is_begun(connection):
         yield
         return
@@ -223,6 +225,12 @@ def snapshot(connection: Connection) -> Iterator[None]:
     finally:
         if alone:
             connection.exec_driver_sql("ROLLBACK")
+
+
+def _wake(connection: Connection) -> None:
+    """Let SQLAlchemy begin as it does before the first statement, when an application's listener may send a BEGIN."""
+    if not connection.in_transaction():
+        connection.exec_driver_sql("SELECT 1").close()
 
 
 def _is_begun(connection: Connection) -> bool:

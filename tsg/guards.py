@@ -24,7 +24,7 @@ class Guard(NamedTuple):
 
     name: str
     table: str
-    sqlite: str
+    sqlite: str | None
     postgresql: str | None
 
 
@@ -59,16 +59,29 @@ FUNCTIONS: Final = (
     ),
     (
         "tsg_refuse_with_task",
-        # The table's own schema decides. Where the caller's search_path leads there, a plan is kept; else not.
+        # The table's own schema decides. Where the caller's search_path leads there, a plan is kept; else not. The path
+        # may have operators of his own first.
         (
             "CREATE FUNCTION tsg_refuse_with_task() RETURNS trigger LANGUAGE plpgsql AS $$ "
             "DECLARE found boolean; "
-            "BEGIN IF to_regclass('tsg_tasks') = to_regclass(format('%I.tsg_tasks', TG_TABLE_SCHEMA)) "
-            "THEN found := EXISTS (SELECT 1 FROM tsg_tasks WHERE pk = OLD.task_pk); "
-            "ELSE EXECUTE format('SELECT EXISTS (SELECT 1 FROM %I.tsg_tasks WHERE pk = $1)', TG_TABLE_SCHEMA) "
+            "BEGIN IF pg_catalog.to_regclass('tsg_tasks') OPERATOR(pg_catalog.=) "
+            "pg_catalog.to_regclass(pg_catalog.format('%I.tsg_tasks', TG_TABLE_SCHEMA)) "
+            "THEN found := EXISTS (SELECT 1 FROM tsg_tasks WHERE pk OPERATOR(pg_catalog.=) OLD.task_pk); "
+            "ELSE EXECUTE pg_catalog.format('SELECT EXISTS "
+            "(SELECT 1 FROM %I.tsg_tasks WHERE pk OPERATOR(pg_catalog.=) $1)', TG_TABLE_SCHEMA) "
             "INTO found USING OLD.task_pk; END IF; "
             "IF found THEN RAISE EXCEPTION USING ERRCODE = 'integrity_constraint_violation', MESSAGE = TG_NAME; "
             "END IF; RETURN OLD; END $$"
+        ),
+    ),
+    (
+        "tsg_refuse_with_any_task",
+        (
+            "CREATE FUNCTION tsg_refuse_with_any_task() RETURNS trigger LANGUAGE plpgsql AS $$ "
+            "DECLARE found boolean; BEGIN "
+            "EXECUTE pg_catalog.format('SELECT EXISTS (SELECT 1 FROM %I.tsg_tasks)', TG_TABLE_SCHEMA) INTO found; "
+            "IF found THEN RAISE EXCEPTION USING ERRCODE = 'integrity_constraint_violation', MESSAGE = TG_NAME; "
+            "END IF; RETURN NULL; END $$"
         ),
     ),
 )
@@ -140,6 +153,14 @@ GUARDS: Final = (
         "BEGIN SELECT RAISE(ABORT, 'tsg_task_events_delete_guard'); END",
         "CREATE TRIGGER tsg_task_events_delete_guard BEFORE DELETE ON tsg_task_events FOR EACH ROW "
         "EXECUTE FUNCTION tsg_refuse_with_task()",
+    ),
+    # After it, when both tables may have been emptied at once.
+    Guard(
+        "tsg_task_events_truncate_guard",
+        "tsg_task_events",
+        None,
+        "CREATE TRIGGER tsg_task_events_truncate_guard AFTER TRUNCATE ON tsg_task_events FOR EACH STATEMENT "
+        "EXECUTE FUNCTION tsg_refuse_with_any_task()",
     ),
     # SQLite's REPLACE deletes without a word to any trigger; and where foreign keys are off, as they are by
     # default there, nothing would follow a task that is deleted, and its key would be another's.

@@ -58,7 +58,8 @@ class Ledger:
 
     Args:
         target: a path, a SQLAlchemy URL (text with ``://``, or a ``URL``), or the application's own engine.
-        clock: gives seconds since the epoch; read once a transition, under the write lock.
+        clock: gives seconds since the epoch; read once a transition, under the write lock. Where it is ``time.time``,
+            PostgreSQL's own is taken instead, which is one for all hosts.
         busy_timeout_ms: how long to wait for another writer, in milliseconds.
         allow_external_acl: where there are no POSIX modes, that the directory is private by other means.
         read_only: nothing is written, made or changed; older schemas can be read.
@@ -72,7 +73,8 @@ class Ledger:
         SchemaTooNew: it is newer than this package.
         StateConflict: the storage or the schema is not a ledger's.
 
-    Every method raises only errors of this package, a :exc:`StateConflict` for what the database refuses.
+    Every method raises only errors of this package, a :exc:`StateConflict` for what the database refuses; and what
+    a clock or a ``progress`` of the caller's raises.
     It may be used from several threads, and in a child process after a fork.
     """
 
@@ -94,7 +96,7 @@ class Ledger:
             values.flag(flag, "each of allow_external_acl, read_only, migrate and adopt")
         busy = values.whole(busy_timeout_ms, "busy_timeout_ms")
         limit = values.whole(snapshot_limit_mib, "snapshot_limit_mib") * 1024 * 1024
-        if isinstance(target, Engine):
+        if values.is_a(target, Engine):
             opened = open_engine(target)
         else:
             place = place_of(target, allow_external_acl=allow_external_acl)
@@ -112,8 +114,14 @@ class Ledger:
             check: whether to look at the schema first, as on an engine.
 
         Raises:
+            InvalidInput: a malformed argument.
             SchemaOutdated, StateConflict: as :func:`tsg.opening.open_engine`.
         """
+        if not values.is_a(connection, Connection):
+            raise InvalidInput("a ledger is over a Connection")
+        if not callable(clock):
+            raise InvalidInput("a clock must be callable")
+        values.flag(check, "check")
         ledger = cls.__new__(cls)
         ledger._serve(open_engine(connection, check=check), clock, read_only=False)
         return ledger
@@ -254,10 +262,10 @@ class Ledger:
             The others have their beat.
 
         Raises:
-            InvalidInput: one is no UUID.
+            InvalidInput: no iterable, or the first that is no UUID.
             StateConflict: the clock is behind a time of a running one, or it breaks a rule; none has its beat.
         """
-        identifiers = list(dict.fromkeys(map(values.canonical_id, values.several(task_ids, "ids"))))
+        identifiers = values.canonical_ids(task_ids)
         return self._transact(lambda execution, clock: verbs.heartbeat_many(execution, identifiers, clock))
 
     def close_task(self, task_id: object, status: object, *, code: object = None) -> TaskRecord:
@@ -483,7 +491,7 @@ def reconcile_restart(ledger: Ledger, policy: ReconcilePolicy, *, dry_run: bool 
     Raises:
         InvalidInput: `ledger` is no :class:`Ledger`, or `policy` no :class:`ReconcilePolicy`.
     """
-    if not isinstance(ledger, Ledger) or not isinstance(policy, ReconcilePolicy):
+    if not values.is_a(ledger, Ledger) or not values.is_a(policy, ReconcilePolicy):
         raise InvalidInput("a restart is reconciled on a Ledger, with a ReconcilePolicy")
     return ledger.reconcile(
         active_grace_seconds=policy.active_grace_seconds,

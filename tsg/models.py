@@ -293,6 +293,8 @@ class TaskEvent(_Recorded, Base):
     task: Mapped[Task] = relationship(back_populates="events")
 
     def __init__(self, task: Task, event: Event) -> None:
+        if not values.is_a(task, Task) or not values.is_a(event, Event):
+            raise StateConflict("events are recorded by the task's verbs")
         with self._writing(), task._writing():
             for name, value in event._asdict().items():
                 setattr(self, name, value)
@@ -310,23 +312,30 @@ class TaskEvent(_Recorded, Base):
 @sa_event.listens_for(Task, "before_insert")
 def _settle_task(mapper: Mapper[Task], connection: Connection, task: Task) -> None:
     _refuse_autocommit(mapper, connection, task)
+    # Before the clock is read: another may vouch for the parent at any moment.
+    before = _times_of_parent(mapper, connection, task)
     if task.created_at is None:
         task._create(task._clock(None)())
+    states.require_not_before(task.created_at, *before)
+
+
+def _times_of_parent(mapper: Mapper[Task], connection: Connection, task: Task) -> list[float | None]:
+    """All that a child may not be created before."""
     if task.parent_id is None:
-        return
+        return []
+    times: list[float | None] = []
     parent = _parent_in_session(task)
     if parent is not None:
         # What the session knows of it may not have reached the database yet.
         if parent.created_at is None:
             _settle_task(mapper, connection, parent)
-        states.require_not_before(
-            task.created_at, *(getattr(parent, column.name) for column in _PARENT_TIMES.selected_columns)
-        )
+        times += [getattr(parent, column.name) for column in _PARENT_TIMES.selected_columns]
     if parent is None or sa.inspect(parent).persistent:
         stored = connection.execute(_PARENT_TIMES, {"id": task.parent_id}).first()
         if stored is None:
             raise TaskNotFound("there is no task with the parent's id")
-        states.require_not_before(task.created_at, *stored)
+        times += stored
+    return times
 
 
 @sa_event.listens_for(Task, "before_update")

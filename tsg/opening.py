@@ -16,7 +16,7 @@ from typing import Final
 import sqlalchemy as sa
 from sqlalchemy.engine import URL, Connection, Engine
 
-from tsg import catalog, schema, storage
+from tsg import catalog, schema, storage, values
 from tsg.copies import SNAPSHOT_LIMIT, copy_closed, copy_open, wipe
 from tsg.engine import enable_wal, make_engine, make_postgresql_engine, reading, refusing, sqlite_driver
 from tsg.errors import InvalidInput, LedgerError, SchemaOutdated, StateConflict
@@ -82,14 +82,21 @@ def place_of(target: object, *, allow_external_acl: bool = False) -> Place:
     Raises:
         InvalidInput: no path of a local file, another database's URL, or a SQLite one with options.
     """
-    if isinstance(target, str) and "://" in target:
+    written = values.text(target)
+    if written is not None and "://" in written:
+        if len(written) > storage.LONGEST_PATH:
+            raise InvalidInput("the database URL is too long")
         try:
-            target.encode()
-            target = sa.make_url(str.__str__(target))
+            written.encode()
+            target = sa.make_url(written)
         except (sa.exc.ArgumentError, ValueError):
             raise InvalidInput("a database URL must read dialect://…") from None
-    if isinstance(target, URL):
-        backend = target.get_backend_name()
+    if values.is_a(target, URL):
+        try:
+            backend = target.get_backend_name()
+        except Exception:
+            # Its parts may be anything.
+            raise InvalidInput("a database URL must read dialect://…") from None
         if backend == "postgresql":
             return target
         if backend != "sqlite":
@@ -146,6 +153,7 @@ def open_to_write(
         return _open_url(place, busy_timeout_ms, migrate=migrate, read_only=False)
     file = place
     if not file.exists and not migrate:
+        file.judge_place()
         raise SchemaOutdated("there is no ledger at this path yet: run tsg init")
     file.make()
     identity = file.identity()

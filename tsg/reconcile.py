@@ -108,7 +108,7 @@ def preview(
         connection = connection_of(target)
         with snapshot(connection):
             skip = values.flag(skip_conflicts, "skip_conflicts") or size is not None
-            read = clock or clock_of(target)
+            read = clock_of(target) if clock is None else clock
             run = _Run.begin(connection, policy, now, read, skip_conflicts=skip, parent_id=parent_id)
             stale = run.find(run.statements.stale.counts)
             due = run.find(run.statements.due.counts)
@@ -146,7 +146,7 @@ def apply(
     with refusing():
         connection = connection_of(target)
         require_transaction(connection)
-        read = clock or clock_of(target)
+        read = clock_of(target) if clock is None else clock
         run = _Run.begin(connection, policy, now, read, skip_conflicts=skip_conflicts, parent_id=parent_id)
         stale = run.find(run.statements.stale.counts)
         examined = run.count(run.statements.open_deliveries) + stale.actionable
@@ -157,7 +157,7 @@ def apply(
         run.write(run.statements.due, due)
         if progress is not None:
             progress(stale.actionable + due.actionable, stale.actionable + due.actionable)
-    if not isinstance(target, Connection):
+    if not values.is_a(target, Connection):
         target.expire_all()
     return run.report(stale, due, examined, applied=True)
 
@@ -184,11 +184,18 @@ def apply_in_batches(
         batch_size: the most tasks that one transaction changes.
 
     Raises:
+        InvalidInput: a malformed argument.
         StateConflict, TaskNotFound: as :func:`apply`, but for rows that can't be acted on.
     """
+    if not values.is_a(connection, Connection):
+        raise InvalidInput("batches are written over a Connection")
+    if not callable(in_transaction):
+        raise InvalidInput("in_transaction must be callable")
+    values.at_least_one(batch_size, "batch_size")
+    values.optional_callable(progress, "progress")
 
     def begin() -> tuple[_Run, int, int]:
-        read = clock or clock_of(connection)
+        read = clock_of(connection) if clock is None else clock
         run = _Run.begin(connection, policy, None, read, skip_conflicts=True, parent_id=parent_id)
         listed = run.list_what_is(run.statements.stale)
         return run, listed, run.count(run.statements.due.total) + (listed if run.closes_at_once else 0)
@@ -252,7 +259,7 @@ class _Run:
         skip_conflicts: bool,
         parent_id: object,
     ) -> _Run:
-        if not isinstance(policy, ReconcilePolicy):
+        if not values.is_a(policy, ReconcilePolicy):
             raise InvalidInput("a policy must be a ReconcilePolicy")
         skip = values.flag(skip_conflicts, "skip_conflicts")
         parent = values.optional_id(parent_id)

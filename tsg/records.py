@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from tsg import values
 from tsg.errors import InvalidInput
@@ -21,7 +21,7 @@ class TaskRecord:
     status: TaskStatus
     delivery_status: DeliveryStatus
     delivery_required: bool
-    payload_hash: str | None
+    payload_hash: str | None = field(repr=False)
     timeout_seconds: float | None
     created_at: float
     started_at: float | None
@@ -35,7 +35,12 @@ class TaskRecord:
     expects_heartbeat: bool
 
     def to_dict(self, *, include_payload_hash: bool = False) -> dict[str, object]:
-        """Plain values, ready for JSON. The fingerprint shows only on request: it can be linked."""
+        """Plain values, ready for JSON. The fingerprint shows only on request: it can be linked.
+
+        Raises:
+            InvalidInput: `include_payload_hash` is neither true nor false.
+        """
+        shown = values.flag(include_payload_hash, "include_payload_hash")
         plain: dict[str, object] = asdict(self)
         digest = plain.pop("payload_hash")
         plain |= {
@@ -43,7 +48,7 @@ class TaskRecord:
             "delivery_status": self.delivery_status.value,
             "has_payload_hash": digest is not None,
         }
-        if include_payload_hash:
+        if shown:
             plain["payload_hash"] = digest
         return plain
 

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
 
-from tsg import catalog, published
+from tsg import catalog, published, values
 from tsg.engine import begun, for_writing, refusing, require_transaction, sqlite_driver, transaction
 from tsg.errors import InvalidInput, LedgerError, SchemaOutdated, SchemaTooNew, StateConflict
 from tsg.tables import PREFIX, VERSION_TABLE, version_table
@@ -52,7 +52,7 @@ HEAD: Final = REVISIONS[-1]
 #: Of what makes up the schema at head, as each database words it: see :mod:`tsg.catalog`.
 _HEAD_SHA256: Final = {
     "sqlite": "f612fec752ae610a0d8623f3440b27662f083ebd89c327d953914bb8d428e40b",
-    "postgresql": "93f2465298609d96acd24ad8d2c3284227b3ed4f92afe90f7545bd90abb70ff0",
+    "postgresql": "ddf46b947b1099e79aa02479f9c13dc66dcea0d8e80b4d8428097e1af1f12018",
 }
 #: What concurrent migrations of one PostgreSQL database wait for each other by: "tsg" in ASCII.
 _ADVISORY_LOCK: Final = 0x747367
@@ -194,10 +194,11 @@ def revision_named(name: object, *, downgrade: bool = False) -> str:
     Raises:
         InvalidInput: there is none.
     """
-    if name in ("head", "heads"):
+    written = values.text(name)
+    if written in ("head", "heads"):
         return HEAD
-    if isinstance(name, str) and (name in REVISIONS or (downgrade and name == "base")):
-        return name
+    if written in REVISIONS or (downgrade and written == "base"):
+        return str(written)
     raise InvalidInput("there is no such revision")
 
 
@@ -311,9 +312,11 @@ def migrations_folder() -> Path:
 
 
 def _migrate(target: Engine | Connection, direction: str, revision: str) -> Report:
-    if isinstance(target, Engine):
+    if values.is_a(target, Engine):
         with migration(target) as connection:
             return _migrate(connection, direction, revision)
+    if not values.is_a(target, Connection):
+        raise InvalidInput("a schema is moved over an Engine or a Connection")
     if target.dialect.name not in _HEAD_SHA256:
         raise InvalidInput("a ledger lives in SQLite or PostgreSQL")
     destination = revision_named(revision, downgrade=direction == "downgrade")
@@ -359,6 +362,7 @@ def _run(connection: Connection, direction: str, revision: str) -> None:
     from alembic.operations import Operations
     from alembic.runtime.migration import MigrationContext
     from alembic.script import ScriptDirectory
+    from alembic.util import CommandError
 
     scripts = ScriptDirectory(str(migrations_folder()))
     # The same steps that alembic.command takes from env.py, which can't run inside another env.py.
@@ -378,6 +382,9 @@ def _run(connection: Connection, direction: str, revision: str) -> None:
         try:
             with Operations.context(context), context.begin_transaction():
                 context.run_migrations()
+        except CommandError:
+            # Its text has what the table of versions holds.
+            raise StateConflict("the record of the schema's version contradicts itself; run doctor") from None
         finally:
             if outer is not None:
                 outer._install_proxy()

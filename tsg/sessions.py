@@ -8,6 +8,8 @@ from typing import Any, Final, Protocol
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from tsg import values
+from tsg.errors import InvalidInput
 from tsg.states import Clock
 
 __all__ = ["Session", "clock_of", "connection_of", "server_clock"]
@@ -35,9 +37,14 @@ class Session(Protocol):
 
 
 def connection_of(target: Connection | Session) -> Connection:
-    """The connection of `target`, with all that a session holds sent to it."""
-    if isinstance(target, Connection):
+    """The connection of `target`, with all that a session holds sent to it.
+
+    Raises:
+        InvalidInput: neither.
+    """
+    if values.is_a(target, Connection):
         return target
+    _require_session(target)
     target.flush()
     return _bound(target)
 
@@ -50,10 +57,15 @@ def server_clock(target: Connection | Session) -> Clock:
 
     Returns:
         Gives seconds since the epoch.
+
+    Raises:
+        InvalidInput: neither a connection nor a session.
     """
+    if not values.is_a(target, Connection):
+        _require_session(target)
 
     def read() -> float:
-        connection = target if isinstance(target, Connection) else _bound(target)
+        connection = target if values.is_a(target, Connection) else _bound(target)
         if connection.dialect.name != "postgresql":
             return time.time()
         now: float = connection.execute(_SERVER_TIME).scalar_one()
@@ -64,7 +76,7 @@ def server_clock(target: Connection | Session) -> Clock:
 
 def clock_of(target: Connection | Session) -> Clock:
     """The clock of the session's own tasks; on a connection, the server's."""
-    if isinstance(target, Connection):
+    if values.is_a(target, Connection):
         return server_clock(target)
     clock: Clock = target.info.get("tsg_clock", time.time)
     return clock
@@ -75,3 +87,8 @@ def _bound(session: Session) -> Connection:
     from tsg.models import Task
 
     return session.connection(bind_arguments={"mapper": Task})
+
+
+def _require_session(target: object) -> None:
+    if not all(callable(getattr(type(target), name, None)) for name in ("connection", "flush", "expire_all")):
+        raise InvalidInput("give a Connection or a Session")

@@ -14,7 +14,7 @@ import os
 import sqlite3
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from tsg import procfs
 from tsg.errors import InvalidInput, StateConflict
 
 __all__ = [
+    "LONGEST_PATH",
     "LedgerFile",
     "locate",
     "traits_of",
@@ -38,6 +39,11 @@ _PRIVATE_DIRECTORY: Final = 0o700
 _UNUSABLE: Final = "the ledger's path can't be used: it is missing, or permission is"
 #: The size of the smallest SQLite database: one page of the smallest size.
 _SMALLEST: Final = 512
+#: Longer ones are refused unread: to resolve a path takes time that grows with its square.
+LONGEST_PATH: Final = 4096
+#: What SQLite takes on POSIX with the longest of its suffixes, and what file systems take of a name; in bytes.
+_LONGEST_WITH_SUFFIX: Final = 512
+_LONGEST_NAME: Final = 255
 #: Another thread may open a file of its own in the same moment; that it does so each time is beyond belief.
 _LOOKS: Final = 3
 
@@ -75,25 +81,40 @@ class LedgerFile:
             InvalidInput: the directory or the database is not what a private ledger may stand on.
             StateConflict: the same of a sidecar.
         """
+        self.judge_place()
         with _refusing_os_errors():
-            _judge_directories(self.path)
-            self._judge_sidecars()
             _make_directories(os.path.dirname(self.path))
             with _creating:
                 if _lstat(self.path) is None:
                     _create(self.path)
             self.judge()
 
+    def judge_place(self) -> None:
+        """That a ledger may stand there, be it there already or not.
+
+        Raises:
+            InvalidInput, StateConflict: as :meth:`make`.
+        """
+        with _refusing_os_errors():
+            if _lstat(self.path) is not None:
+                self.judge()
+                return
+            _judge_directories(self.path)
+            self._judge_sidecars()
+
     def tighten(self) -> None:
         """Take everybody else's permissions from the database and its sidecars.
 
         Raises:
             InvalidInput: the operating system won't.
+            StateConflict: something else stands there now.
         """
         if _POSIX:
             with _refusing_os_errors():
                 for path in (self.path, *self._sidecars()):
-                    _tighten(path)
+                    # A sidecar goes when its last user closes.
+                    with suppress(FileNotFoundError):
+                        _allow(path, _PRIVATE_FILE, _is_plain)
 
     def require(self) -> None:
         """That a database stands there, private enough to be read, and nothing else is changed by looking.
@@ -136,6 +157,10 @@ class LedgerFile:
             beside = _lstat(path)
             if beside is not None and not _is_plain(beside):
                 raise StateConflict("a sidecar of the ledger is not a regular file with one name")
+        log = _lstat(self.path + "-wal")
+        if not self.exists and log is not None and log.st_size:
+            # SQLite would take it for a leftover, and delete it with all that it holds.
+            raise StateConflict("a ledger's log is here without its ledger; restore both, or move the log away")
 
     def traits(self) -> tuple[int, ...]:
         """All that changes when somebody writes to the file, or another takes its place."""
@@ -221,12 +246,12 @@ def locate(target: object, *, allow_external_acl: bool = False) -> LedgerFile:
         InvalidInput: no path of a local file.
     """
     try:
-        path = os.fsdecode(target)  # type: ignore[arg-type]  # what is no path raises TypeError
+        path = str.__str__(os.fsdecode(target))  # type: ignore[arg-type]  # what is no path raises TypeError
         os.fsencode(path)
     except Exception:
         # A path object may raise anything of its own.
         raise InvalidInput("a ledger's path must be text, bytes or a path object") from None
-    if not path or "\0" in path or path.startswith(("//", "\\\\", "/\\", "\\/")):
+    if not path or len(path) > LONGEST_PATH or "\0" in path or path.startswith(("//", "\\\\", "/\\", "\\/")):
         raise InvalidInput("a ledger's path must name a local file")
     if path == ":memory:" or path.startswith("file:") or os.path.basename(path) in ("", ".", ".."):
         raise InvalidInput("a ledger must be a file on disk, named by its path")
@@ -236,9 +261,15 @@ def locate(target: object, *, allow_external_acl: bool = False) -> LedgerFile:
         directory, name = os.path.split(path)
         # As the system would walk it: what stands before a ".." may be a link to elsewhere.
         directory = os.path.realpath(directory or os.curdir)
-        return LedgerFile(os.path.join(directory, name), "posix_mode" if _POSIX else "external_acl")
     except (OSError, ValueError):
         raise InvalidInput("a ledger's path must name a local file") from None
+    resolved = os.path.join(directory, name)
+    suffix = max(map(len, _SIDECARS))
+    if _POSIX and (
+        len(os.fsencode(resolved)) + suffix > _LONGEST_WITH_SUFFIX or len(os.fsencode(name)) + suffix > _LONGEST_NAME
+    ):
+        raise InvalidInput("a ledger's path must leave room for the names of SQLite's sidecars")
+    return LedgerFile(resolved, "posix_mode" if _POSIX else "external_acl")
 
 
 def _is_plain(found: os.stat_result) -> bool:
@@ -265,9 +296,7 @@ def _judge_directories(path: str) -> None:
         return
     directory = os.path.dirname(path)
     leaf = _lstat(directory)
-    if leaf is not None and (
-        not stat.S_ISDIR(leaf.st_mode) or leaf.st_uid != os.geteuid() or leaf.st_mode & _SHARED_WRITE
-    ):
+    if leaf is not None and (not _is_own_directory(leaf) or leaf.st_mode & _SHARED_WRITE):
         raise InvalidInput("a ledger's directory must belong to its user, and no other may write there")
     while directory != (above := os.path.dirname(directory)):
         directory = above
@@ -297,7 +326,7 @@ def _make_directories(directory: str) -> None:
         with suppress(FileExistsError):
             os.mkdir(path, _PRIVATE_DIRECTORY)
             # Whatever the umask took away.
-            os.chmod(path, _PRIVATE_DIRECTORY)
+            _allow(path, _PRIVATE_DIRECTORY, _is_own_directory, give=True)
 
 
 def _create(path: str) -> None:
@@ -313,11 +342,42 @@ def _create(path: str) -> None:
             os.close(descriptor)
 
 
-def _tighten(path: str) -> None:
-    # A sidecar goes when its last user closes.
-    with suppress(FileNotFoundError):
-        if _mode(path) != _PRIVATE_FILE:
-            os.chmod(path, _PRIVATE_FILE)
+def _allow(path: str, mode: int, expected: Callable[[os.stat_result], bool], *, give: bool = False) -> None:
+    """Take all permissions beyond `mode` from what stands at `path`, or `give` those that are missing too; never from
+    something that takes its place meanwhile, be it by a link.
+
+    Raises:
+        StateConflict: it is not what is `expected`.
+    """
+    if not hasattr(os, "O_PATH"):
+        _change(path, os.lstat(path), mode, expected, give=give, follow_symlinks=False)
+        return
+    # It reads nothing, so that to close it drops no locks.
+    descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _change(f"/proc/self/fd/{descriptor}", os.fstat(descriptor), mode, expected, give=give)
+    finally:
+        os.close(descriptor)
+
+
+def _change(
+    path: str,
+    found: os.stat_result,
+    mode: int,
+    expected: Callable[[os.stat_result], bool],
+    *,
+    give: bool,
+    **how: bool,
+) -> None:
+    if not expected(found):
+        raise StateConflict("the ledger's file was replaced")
+    wanted = mode if give else stat.S_IMODE(found.st_mode) & mode
+    if stat.S_IMODE(found.st_mode) != wanted:
+        os.chmod(path, wanted, **how)
+
+
+def _is_own_directory(found: os.stat_result) -> bool:
+    return stat.S_ISDIR(found.st_mode) and (not _POSIX or found.st_uid == os.geteuid())
 
 
 @contextmanager

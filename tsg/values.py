@@ -13,14 +13,19 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from tsg.errors import InvalidInput
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
 __all__ = [
     "canonical_id",
+    "canonical_ids",
     "clock_reading",
     "flag",
+    "is_a",
     "moment",
     "non_negative",
     "number",
@@ -38,9 +43,17 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{64}\Z")
 _LONGEST_TEXT: Final = 1024
 
 
+_Kind = TypeVar("_Kind")
+
+
+def is_a(value: object, kind: type[_Kind]) -> TypeIs[_Kind]:
+    """Whether `value` is one, whatever it says itself: ``isinstance`` would believe its ``__class__``."""
+    return issubclass(type(value), kind)
+
+
 def text(value: object) -> str | None:
     """`value` as an exact ``str`` where it is text, else ``None``."""
-    return str.__str__(value) if isinstance(value, str) else None
+    return str.__str__(value) if is_a(value, str) else None
 
 
 def canonical_id(value: object) -> str:
@@ -52,7 +65,7 @@ def canonical_id(value: object) -> str:
     if type(value) is str and _CANONICAL_UUID.match(value):
         return value
     with _refusing("an id must be a UUID"):
-        if isinstance(value, uuid.UUID):
+        if is_a(value, uuid.UUID):
             return str(uuid.UUID(int=value.int))
         written = text(value)
         if written is not None and len(written) <= _LONGEST_TEXT:
@@ -62,15 +75,14 @@ def canonical_id(value: object) -> str:
     raise InvalidInput("an id must be a UUID")
 
 
-def several(given: object, what: str) -> list[object]:
-    """What an iterable gives; text is none here, whose letters would be meant one by one.
+def canonical_ids(given: Iterable[object]) -> list[str]:
+    """What an iterable gives, as :func:`canonical_id`, each once, in the order given.
 
     Raises:
-        InvalidInput: no iterable.
+        InvalidInput: no iterable, one that raises, or the first that is no UUID; nothing is taken after it.
     """
-    if isinstance(given, Iterable) and not isinstance(given, (str, bytes, bytearray)):
-        return list(given)
-    raise InvalidInput(f"{what} must be a list")
+    with _refusing("ids must be UUIDs, in a list"):
+        return list(dict.fromkeys(map(canonical_id, given)))
 
 
 def optional_id(value: object) -> str | None:
@@ -85,7 +97,7 @@ def number(value: object, what: str) -> float:
         InvalidInput: anything else, with `what` (a fixed word, never the value) in its message.
     """
     refused = f"{what} must be a finite number"
-    if not isinstance(value, bool):
+    if not is_a(value, bool):
         with _refusing(refused):
             if isinstance(value, (str, bytes, bytearray)) and len(value) > _LONGEST_TEXT:
                 raise InvalidInput(refused)
@@ -114,11 +126,12 @@ def moment(value: object) -> float:
     Raises:
         InvalidInput: a naive datetime, whose instant nobody can tell, or no finite number.
     """
-    if isinstance(value, datetime):
+    if is_a(value, datetime):
         with _refusing("a time must be a datetime that names an instant"):
-            if value.utcoffset() is None:
-                raise InvalidInput("a datetime needs a time zone; a naive one names no instant")
+            naive = value.utcoffset() is None
             value = value.timestamp()
+        if naive:
+            raise InvalidInput("a datetime needs a time zone; a naive one names no instant")
     return number(value, "a time")
 
 
@@ -128,7 +141,7 @@ def whole(value: object, what: str) -> int:
     Raises:
         InvalidInput: anything else.
     """
-    if isinstance(value, int) and not isinstance(value, bool):
+    if is_a(value, int) and not is_a(value, bool):
         exact = int.__int__(value)
         if 0 <= exact < 2**31:
             return exact
@@ -148,11 +161,13 @@ def at_least_one(value: object, what: str) -> int:
 
 
 def clock_reading(clock: Callable[[], object]) -> float:
-    """One reading of `clock`, in seconds since the epoch.
+    """One reading of `clock`, in seconds since the epoch. What it raises itself is let through.
 
     Raises:
-        InvalidInput: the clock gave no finite number.
+        InvalidInput: it can't be called, or gave no finite number.
     """
+    if not callable(clock):
+        raise InvalidInput("a clock must be callable")
     return number(clock(), "the clock")
 
 
@@ -162,7 +177,7 @@ def flag(value: object, what: str) -> bool:
     Raises:
         InvalidInput: anything else, 0 and 1 included.
     """
-    if isinstance(value, bool):
+    if value is True or value is False:
         return value
     raise InvalidInput(f"{what} must be true or false")
 
@@ -201,20 +216,18 @@ def payload_fingerprint(payload: str | bytes) -> str:
         InvalidInput: neither text nor bytes, or text that has no UTF-8 form.
     """
     try:
-        content = str.encode(payload) if isinstance(payload, str) else payload
+        content = str.encode(payload) if is_a(payload, str) else payload
     except UnicodeEncodeError:
         raise InvalidInput("a payload must be text or bytes") from None
-    if not isinstance(content, bytes):
+    if not is_a(content, bytes):
         raise InvalidInput("a payload must be text or bytes")
     return hashlib.sha256(content).hexdigest()
 
 
 @contextmanager
 def _refusing(message: str) -> Iterator[None]:
-    """Let nothing that a value's own methods raise reach the caller: a subclass may raise anything."""
+    """Let nothing that a value's own methods raise reach the caller: they may raise anything, an error of ours too."""
     try:
         yield
-    except InvalidInput:
-        raise
     except Exception:
         raise InvalidInput(message) from None

@@ -43,15 +43,17 @@ def create(execution: Execution, asked: TaskRecord, clock: Clock) -> TaskRecord:
         StateConflict: the id exists with other fields, or the clock is behind a time of the parent's.
         TaskNotFound: there is no such parent.
     """
+    existing = _find(execution, asked.id)
+    parent = _find(execution, asked.parent_id) if existing is None and asked.parent_id is not None else None
+    # Only now: the parent may have its beat at any moment, and a clock that was read before would seem to be behind.
     now = values.clock_reading(clock)
     record = replace(asked, created_at=now, updated_at=now, delivery_updated_at=now)
-    existing = _find(execution, record.id)
     if existing is not None:
         if not states.is_same_creation(existing.record, record):
             raise StateConflict("a task with this id exists, with other fields")
         return existing.record
     if record.parent_id is not None:
-        before = _found(execution, record.parent_id).record
+        before = _required(parent).record
         times = (before.created_at, before.started_at, before.updated_at, before.ended_at)
         states.require_not_before(now, *times, before.delivery_updated_at)
     try:
@@ -196,7 +198,10 @@ def _find(execution: Execution, identifier: str, *, to_write: bool = False) -> _
 
 
 def _found(execution: Execution, identifier: str, *, to_write: bool = False) -> _Stored:
-    task = _find(execution, identifier, to_write=to_write)
+    return _required(_find(execution, identifier, to_write=to_write))
+
+
+def _required(task: _Stored | None) -> _Stored:
     if task is None:
         raise TaskNotFound("there is no task with this id")
     return task

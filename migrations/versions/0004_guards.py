@@ -29,11 +29,21 @@ FUNCTIONS = (
         "tsg_refuse_with_task",
         (
             "CREATE FUNCTION tsg_refuse_with_task() RETURNS trigger LANGUAGE plpgsql AS $$ DECLARE found "
-            "boolean; BEGIN IF to_regclass('tsg_tasks') = to_regclass(format('%I.tsg_tasks', "
-            "TG_TABLE_SCHEMA)) THEN found := EXISTS (SELECT 1 FROM tsg_tasks WHERE pk = OLD.task_pk); ELSE "
-            "EXECUTE format('SELECT EXISTS (SELECT 1 FROM %I.tsg_tasks WHERE pk = $1)', TG_TABLE_SCHEMA) "
-            "INTO found USING OLD.task_pk; END IF; IF found THEN RAISE EXCEPTION USING ERRCODE = "
-            "'integrity_constraint_violation', MESSAGE = TG_NAME; END IF; RETURN OLD; END $$"
+            "boolean; BEGIN IF pg_catalog.to_regclass('tsg_tasks') OPERATOR(pg_catalog.=) "
+            "pg_catalog.to_regclass(pg_catalog.format('%I.tsg_tasks', TG_TABLE_SCHEMA)) THEN found := EXISTS "
+            "(SELECT 1 FROM tsg_tasks WHERE pk OPERATOR(pg_catalog.=) OLD.task_pk); ELSE EXECUTE "
+            "pg_catalog.format('SELECT EXISTS (SELECT 1 FROM %I.tsg_tasks WHERE pk OPERATOR(pg_catalog.=) "
+            "$1)', TG_TABLE_SCHEMA) INTO found USING OLD.task_pk; END IF; IF found THEN RAISE EXCEPTION "
+            "USING ERRCODE = 'integrity_constraint_violation', MESSAGE = TG_NAME; END IF; RETURN OLD; END $$"
+        ),
+    ),
+    (
+        "tsg_refuse_with_any_task",
+        (
+            "CREATE FUNCTION tsg_refuse_with_any_task() RETURNS trigger LANGUAGE plpgsql AS $$ DECLARE found "
+            "boolean; BEGIN EXECUTE pg_catalog.format('SELECT EXISTS (SELECT 1 FROM %I.tsg_tasks)', "
+            "TG_TABLE_SCHEMA) INTO found; IF found THEN RAISE EXCEPTION USING ERRCODE = "
+            "'integrity_constraint_violation', MESSAGE = TG_NAME; END IF; RETURN NULL; END $$"
         ),
     ),
 )
@@ -148,6 +158,15 @@ GUARDS = (
         ),
     ),
     (
+        "tsg_task_events_truncate_guard",
+        "tsg_task_events",
+        None,
+        (
+            "CREATE TRIGGER tsg_task_events_truncate_guard AFTER TRUNCATE ON tsg_task_events FOR EACH "
+            "STATEMENT EXECUTE FUNCTION tsg_refuse_with_any_task()"
+        ),
+    ),
+    (
         "tsg_tasks_replace_guard",
         "tsg_tasks",
         (
@@ -195,10 +214,10 @@ def upgrade() -> None:
 def downgrade() -> None:
     bind = op.get_bind()
     on_postgresql = bind.dialect.name == "postgresql"
-    for name, table, _, postgresql in reversed(GUARDS):
-        if not on_postgresql:
+    for name, table, sqlite, postgresql in reversed(GUARDS):
+        if not on_postgresql and sqlite is not None:
             op.execute(f"DROP TRIGGER {name}")
-        elif postgresql is not None:
+        elif on_postgresql and postgresql is not None:
             op.execute(f"DROP TRIGGER {name} ON {table}")
     if on_postgresql:
         for name, _ in reversed(FUNCTIONS):

@@ -100,7 +100,7 @@ def _run(arguments: Sequence[str] | None) -> Answer:
         return _refusal(InvalidInput.__name__), 2
     except LedgerError as error:
         return _refusal(type(error).__name__), 2
-    except (OSError, KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, click.Abort):
         raise
     except SystemExit as left:
         # Click's own way out where a pipe is closed while it prints help.
