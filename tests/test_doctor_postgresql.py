@@ -488,7 +488,7 @@ def test_each_missing_disabled_or_other_guard_is_seen(ward: Patient) -> None:
         "SELECT tgrelid::regclass::text, tgname, pg_get_triggerdef(oid) FROM pg_trigger "
         "WHERE NOT tgisinternal AND tgrelid::regclass::text LIKE 'tsg\\_%'",
     )
-    assert len(guards) == 6
+    assert len(guards) == 7
     for table, name, definition in guards:
         with ward.altered(f"DROP TRIGGER {name} ON {table}") as report:
             is_unrecognised(report)
@@ -497,11 +497,12 @@ def test_each_missing_disabled_or_other_guard_is_seen(ward: Patient) -> None:
                 is_unrecognised(report)
         with ward.altered(f"ALTER TRIGGER {name} ON {table} RENAME TO {name}_2") as report:
             is_unrecognised(report)
-        with ward.altered(f"DROP TRIGGER {name} ON {table}", definition.replace("BEFORE", "AFTER")) as report:
+        moved = definition.replace("BEFORE", "later").replace("AFTER", "BEFORE").replace("later", "AFTER")
+        with ward.altered(f"DROP TRIGGER {name} ON {table}", moved) as report:
             is_unrecognised(report)
 
 
-@pytest.mark.parametrize("function", ["tsg_refuse", "tsg_refuse_with_task"])
+@pytest.mark.parametrize("function", ["tsg_refuse", "tsg_refuse_with_task", "tsg_refuse_with_any_task"])
 def test_another_body_of_a_guards_function_is_seen(ward: Patient, function: str) -> None:
     body = "BEGIN RETURN coalesce(NEW, OLD); END"
     with ward.altered(

@@ -249,6 +249,25 @@ def test_every_method_works_and_the_hosts_engine_is_afterwards_as_it_was(engine:
     assert rows(engine) == (2, 8)
 
 
+def test_a_connection_may_be_given_before_anything_was_done_on_it(
+    engine: sa.Engine, clock: FakeClock, request: pytest.FixtureRequest
+) -> None:
+    policy = tsg.ReconcilePolicy()
+    with engine.connect() as connection:
+        assert tsg.doctor.examine(connection)["healthy"]
+    with engine.connect() as connection:
+        assert tsg.reconcile.preview(connection, policy, clock=clock)["tasks_timed_out"] == 0
+    at_rest(engine)
+    with engine.connect() as connection:
+        if request.node.callspec.params["engine"][1] in ("autocommit", "autocommit option", "driver autocommit"):
+            with pytest.raises(StateConflict):
+                tsg.reconcile.apply(connection, policy, clock=clock)
+        else:
+            assert tsg.reconcile.apply(connection, policy, clock=clock)["applied"]
+            connection.commit()
+    at_rest(engine)
+
+
 def test_migrating_and_looking_leave_the_hosts_engine_as_it_was(engine: sa.Engine) -> None:
     def state() -> tuple[object, ...]:
         return listeners(engine), dict(engine.get_execution_options()), engine.pool, loggers(), traits(engine)

@@ -1123,3 +1123,25 @@ def test_whenever_a_process_is_killed_orders_and_tasks_agree(engine: sa.Engine) 
         assert applied["tasks_timed_out"] <= 15
         assert tsg.reconcile.apply(connection, ReconcilePolicy(0, 0), now=later)["pending_delivery_examined"] == 0
     assert healthy(engine)
+
+
+def test_a_child_is_created_though_another_vouches_for_its_parent_in_that_very_moment(
+    factory: sessionmaker[Session], clock: FakeClock
+) -> None:
+    with factory() as session:
+        other = Ledger(session.get_bind(), clock=clock)
+    parent = other.create_task().id
+    other.start_task(parent)
+
+    def late() -> float:
+        read = clock.now + 5
+        clock.advance(10)
+        other.heartbeat(parent)
+        return read
+
+    with factory() as session, session.begin():
+        session.info["tsg_clock"] = late
+        session.add(Task(parent_id=parent))
+    assert [child.created_at for child in other.children_of(parent)] == [1_005.0]
+    assert other.get_task(parent).updated_at == 1_010.0
+    assert other.doctor()["healthy"]

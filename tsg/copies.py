@@ -69,18 +69,31 @@ def wipe(connection: sqlite3.Connection) -> None:
     """
     try:
         connection.rollback()
-        connection.execute("PRAGMA query_only = OFF").close()
+        # Where the schema is damaged nothing else is answered; and a journal would keep what is overwritten.
+        for pragma in ("writable_schema = ON", "query_only = OFF", "journal_mode = OFF"):
+            connection.execute(f"PRAGMA {pragma}").close()
         (pages,) = connection.execute("PRAGMA page_count").fetchone()
         (size,) = connection.execute("PRAGMA page_size").fetchone()
-        with closing(sqlite3.connect(":memory:", isolation_level=None)) as blank:
-            blank.execute(f"PRAGMA page_size = {size}")
-            blank.execute("CREATE TABLE blank (filler BLOB)")
-            blank.execute("INSERT INTO blank VALUES (zeroblob(?))", (pages * size,))
+        with closing(_blank_database(pages, size)) as blank:
             blank.backup(connection)
     except (sqlite3.DatabaseError, UnicodeDecodeError):
         pass
     finally:
         connection.close()
+
+
+def _blank_database(pages: int, size: int) -> sqlite3.Connection:
+    """A database of just so many pages: of more, the copy would grow, and leave its old memory as it is."""
+    filler = (pages - 2) * (size - 4)
+    while True:
+        blank = sqlite3.connect(":memory:", isolation_level=None)
+        blank.execute(f"PRAGMA page_size = {size:d}")
+        blank.execute("CREATE TABLE blank (filler BLOB)")
+        blank.execute("INSERT INTO blank VALUES (zeroblob(?))", (filler,))
+        if blank.execute("PRAGMA page_count").fetchone()[0] <= pages:
+            return blank
+        blank.close()
+        filler -= size - 4
 
 
 def _opened(path: str) -> io.FileIO:

@@ -343,11 +343,11 @@ def _count_cycles(connection: Connection) -> Counts:
 
 
 CHECKS: Final = (
-    Check("indexes", _compare_indexes),
     Check("rows", _scan_rows),
     Check("chains of events", _count_wrong_chains),
     Check("events", _count_events),
     Check("orphans", _count_orphans),
     Check("references", _count_broken_references),
     Check("parent cycles", _count_cycles),
+    Check("indexes", _compare_indexes),
 )

@@ -77,8 +77,8 @@ def make_engine(
         connect: called by the pool whenever it needs a connection.
         busy_timeout_ms: how long a connection waits for another's lock, in milliseconds.
         read_only: every statement that would write is refused by SQLite.
-        shared: the database lives in the one connection (a private snapshot): the pool never opens
-            a second, and threads wait for each other.
+        shared: the database lives in the one connection (a private snapshot), which is its owner's to close: the
+            pool never opens a second, and threads wait for each other.
     """
 
     def prepare() -> sqlite3.Connection:
@@ -91,7 +91,8 @@ def make_engine(
             if read_only:
                 connection.execute("PRAGMA query_only = ON")
         except BaseException:
-            connection.close()
+            if not shared:
+                connection.close()
             raise
         return connection
 

@@ -152,10 +152,12 @@ def open_to_write(
     if isinstance(place, URL):
         return _open_url(place, busy_timeout_ms, migrate=migrate, read_only=False)
     file = place
-    if not file.exists and not migrate:
+    if migrate:
+        file.make()
+    else:
         file.judge_place()
-        raise SchemaOutdated("there is no ledger at this path yet: run tsg init")
-    file.make()
+        if not file.exists:
+            raise SchemaOutdated("there is no ledger at this path yet: run tsg init")
     identity = file.identity()
     engine = make_engine(lambda: file.connect("rw", identity), busy_timeout_ms=busy_timeout_ms)
     try:

@@ -157,7 +157,7 @@ def apply(
         run.write(run.statements.due, due)
         if progress is not None:
             progress(stale.actionable + due.actionable, stale.actionable + due.actionable)
-    if not values.is_a(target, Connection):
+    if not isinstance(target, Connection):
         target.expire_all()
     return run.report(stale, due, examined, applied=True)
 

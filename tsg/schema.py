@@ -296,7 +296,7 @@ def include_name(name: str | None, type_: str, parent_names: Any) -> bool:
 
     Pass it as ``context.configure(..., include_name=tsg.include_name)``.
     """
-    return not (type_ == "table" and name is not None and name.startswith(PREFIX))
+    return not (type_ == "table" and (values.text(name) or "").startswith(PREFIX))
 
 
 def include_own_name(name: str | None, type_: str, parent_names: Any) -> bool:

@@ -44,9 +44,9 @@ def connection_of(target: Connection | Session) -> Connection:
     """
     if values.is_a(target, Connection):
         return target
-    _require_session(target)
-    target.flush()
-    return _bound(target)
+    session = _session(target)
+    session.flush()
+    return _bound(session)
 
 
 def server_clock(target: Connection | Session) -> Clock:
@@ -61,11 +61,10 @@ def server_clock(target: Connection | Session) -> Clock:
     Raises:
         InvalidInput: neither a connection nor a session.
     """
-    if not values.is_a(target, Connection):
-        _require_session(target)
+    given = target if values.is_a(target, Connection) else _session(target)
 
     def read() -> float:
-        connection = target if values.is_a(target, Connection) else _bound(target)
+        connection = given if isinstance(given, Connection) else _bound(given)
         if connection.dialect.name != "postgresql":
             return time.time()
         now: float = connection.execute(_SERVER_TIME).scalar_one()
@@ -78,7 +77,7 @@ def clock_of(target: Connection | Session) -> Clock:
     """The clock of the session's own tasks; on a connection, the server's."""
     if values.is_a(target, Connection):
         return server_clock(target)
-    clock: Clock = target.info.get("tsg_clock", time.time)
+    clock: Clock = _session(target).info.get("tsg_clock", time.time)
     return clock
 
 
@@ -89,6 +88,8 @@ def _bound(session: Session) -> Connection:
     return session.connection(bind_arguments={"mapper": Task})
 
 
-def _require_session(target: object) -> None:
+def _session(target: object) -> Session:
+    """`target`, which is no connection, as a session."""
     if not all(callable(getattr(type(target), name, None)) for name in ("connection", "flush", "expire_all")):
         raise InvalidInput("give a Connection or a Session")
+    return target  # type: ignore[return-value]  # it has just been looked at

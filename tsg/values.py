@@ -13,12 +13,9 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeGuard, TypeVar
 
 from tsg.errors import InvalidInput
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs
 
 __all__ = [
     "canonical_id",
@@ -46,7 +43,7 @@ _LONGEST_TEXT: Final = 1024
 _Kind = TypeVar("_Kind")
 
 
-def is_a(value: object, kind: type[_Kind]) -> TypeIs[_Kind]:
+def is_a(value: object, kind: type[_Kind]) -> TypeGuard[_Kind]:
     """Whether `value` is one, whatever it says itself: ``isinstance`` would believe its ``__class__``."""
     return issubclass(type(value), kind)
 
@@ -81,8 +78,12 @@ def canonical_ids(given: Iterable[object]) -> list[str]:
     Raises:
         InvalidInput: no iterable, one that raises, or the first that is no UUID; nothing is taken after it.
     """
-    with _refusing("ids must be UUIDs, in a list"):
-        return list(dict.fromkeys(map(canonical_id, given)))
+    refused = "ids must be UUIDs, in a list"
+    with _refusing(refused):
+        # Of text each letter would be meant.
+        if not isinstance(given, (str, bytes, bytearray)):
+            return list(dict.fromkeys(map(canonical_id, given)))
+    raise InvalidInput(refused)
 
 
 def optional_id(value: object) -> str | None:

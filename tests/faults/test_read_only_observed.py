@@ -315,7 +315,7 @@ except tsg.StateConflict:
 """
 
 
-def test_a_writer_that_leaves_as_a_reader_comes_does_not_have_its_sidecars_made_anew(
+def test_where_a_writer_leaves_in_the_instant_in_which_a_reader_comes_there_are_at_most_empty_sidecars(
     ledger_file: Path, folder: Path, tally: Tally
 ) -> None:
     with kept_open(ledger_file) as keeper:
@@ -329,13 +329,20 @@ def test_a_writer_that_leaves_as_a_reader_comes_does_not_have_its_sidecars_made_
         assert reader.stdout.readline() == "held\n"
         keeper.end()
         assert os.listdir(folder) == [ledger_file.name]
-        before = tree(folder)
+        before = tree(folder)[ledger_file.name]
         out, _ = reader.communicate("\n", timeout=60)
+    # SQLite itself makes them, before anybody can tell; THREAT_MODEL.md says so.
     made = set(os.listdir(folder)) - {ledger_file.name}
-    tally("a writer that leaves as a reader comes", 1, len(made))
+    unharmed = tree(folder)[ledger_file.name] == before and made <= {
+        f"{ledger_file.name}-{end}" for end in ("wal", "shm")
+    }
+    tally("a writer that leaves as a reader comes", 1, int(not unharmed))
     assert (reader.returncode, out in ("refused\n", f"{QUEUED}\n")) == (0, True)
-    assert made == set()
-    assert tree(folder) == before
+    assert unharmed
+    assert all((folder / name).stat().st_size == 0 for name in made if name.endswith("-wal"))
+    with Ledger(ledger_file) as ledger:
+        assert ledger.get_task(QUEUED).id == QUEUED
+    assert os.listdir(folder) == [ledger_file.name]
 
 
 # -- the private copy in memory -------------------------------------------------------------------------------

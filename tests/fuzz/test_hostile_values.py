@@ -286,7 +286,7 @@ def test_whatever_is_passed_it_is_taken_as_one_plain_value_or_refused_and_change
 
 PARSERS: dict[str, Callable[[Any], object]] = {
     "canonical_id": values.canonical_id,
-    "several": lambda value: values.several(value, "it"),
+    "canonical_ids": values.canonical_ids,
     "number": lambda value: values.number(value, "it"),
     "moment": values.moment,
     "whole": lambda value: values.whole(value, "it"),
