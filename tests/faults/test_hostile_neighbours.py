@@ -872,7 +872,7 @@ def test_a_database_swapped_for_something_else_all_the_while_leads_nobody_astray
     make(away / "stand-in", crowd)
     before = tree(crowd)
     with swapping("exchange", begun, away / "stand-in") as end:
-        tried = open_again_and_again(begun, rounds // 2)
+        tried = open_again_and_again(begun, rounds // 5)
         swaps = end()
     assert os.listdir(away) == ["stand-in"]
     settle(begun, tried, swaps, tally, f"{swapped_in}, swapped in", crowd, before)
@@ -883,7 +883,7 @@ def test_a_database_taken_away_and_put_back_all_the_while_is_not_made_anew_by_th
 ) -> None:
     before = tree(crowd)
     with swapping("nothing", begun, away / "ledger.sqlite") as end:
-        tried = open_again_and_again(begun, rounds, may_make=False)
+        tried = open_again_and_again(begun, rounds // 2, may_make=False)
         swaps = end()
     assert swaps.made == 0
     settle(begun, tried, swaps, tally, "a database taken away and put back", crowd, before)
@@ -945,7 +945,7 @@ def test_a_sidecar_that_is_a_symlink_now_and_then_leads_nobody_astray(
         how, stand_in = "exchange", away / "stand-in"
         stand_in.symlink_to(crowd / victim)
     with swapping(how, place, stand_in) as end:
-        tried = open_again_and_again(begun, rounds // 4)
+        tried = open_again_and_again(begun, rounds // 8)
         swaps = end()
     keeper.close()
     settle(begun, tried, swaps, tally, f"a symlink as {suffix}, now and then", crowd, before)
@@ -960,7 +960,7 @@ def test_a_folder_swapped_for_one_with_a_symlink_in_it_leads_nobody_astray(
     (trap / begun.name).symlink_to(crowd / victim)
     before = tree(crowd)
     with swapping("exchange", begun.parent, trap) as end:
-        tried = open_again_and_again(begun, rounds // 2)
+        tried = open_again_and_again(begun, rounds // 5)
         swaps = end()
     assert set(os.listdir(trap)) <= {begun.name, *(f"{begun.name}{suffix}" for suffix in SIDECARS)}
     # What was written while the log was in the other folder is there: only who may rename the folder can do that.

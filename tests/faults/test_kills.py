@@ -136,8 +136,6 @@ def look_up(ledger: Ledger, task: str) -> dict[str, Any] | None:
 def test_a_killed_writer_takes_back_nothing_that_it_had_acknowledged_and_leaves_nothing_to_unlock(
     zygote: Zygote, target: Place, looking: sa.Engine, tmp_path: Path, rounds: int, tally: Tally
 ) -> None:
-    # Half of them on each database.
-    rounds = -(-rounds // 2)
     books, killed_in = Books(), Counter[str]()
     chance = random.Random(1)
     with looking.begin() as connection:

@@ -333,9 +333,8 @@ def test_where_a_writer_leaves_in_the_instant_in_which_a_reader_comes_there_are_
         out, _ = reader.communicate("\n", timeout=60)
     # SQLite itself makes them, before anybody can tell; THREAT_MODEL.md says so.
     made = set(os.listdir(folder)) - {ledger_file.name}
-    unharmed = tree(folder)[ledger_file.name] == before and made <= {
-        f"{ledger_file.name}-{end}" for end in ("wal", "shm")
-    }
+    allowed = {f"{ledger_file.name}-{suffix}" for suffix in ("wal", "shm")}
+    unharmed = tree(folder)[ledger_file.name] == before and made <= allowed
     tally("a writer that leaves as a reader comes", 1, int(not unharmed))
     assert (reader.returncode, out in ("refused\n", f"{QUEUED}\n")) == (0, True)
     assert unharmed
