@@ -352,10 +352,6 @@ class Hand:
     #: What a call may end with while there is no server.
     outages: tuple[type[Exception], ...] = (StateConflict,)
 
-    def may_refuse(self, step: Step) -> bool:
-        """Whether a step of a task that is the writer's own may be refused."""
-        return False
-
     def close(self) -> None:
         self.ledger.close()
 
@@ -406,10 +402,6 @@ class HostHand(Hand):
             if found is None:
                 return None
             return {name: getattr(found, name) for name in tsg.TaskRecord.__dataclass_fields__}
-
-    def may_refuse(self, step: Step) -> bool:
-        # The session's clock is read before the parent is, which somebody may vouch for in between.
-        return step.verb == "create" and step.fields["parent_id"] is not None
 
     def close(self) -> None:
         self.engine.dispose()
@@ -470,7 +462,7 @@ def attempt(voice: Voice, hand: Hand, step: Step, chance: random.Random) -> bool
             voice.tell(*hand.do(step, beside), before)
             return True
         except Exception as error:
-            if isinstance(error, hand.refusals) and (not is_own or hand.may_refuse(step)):
+            if isinstance(error, hand.refusals) and not is_own:
                 voice.tell("refused", type(error).__name__)
                 return False
             if not may_be_outage(voice, hand, error, before):
