@@ -81,7 +81,8 @@ def doctor_on_sqlite(connection: sqlite3.Connection) -> bool:
     # The scan holds every row against every rule; its CHECKs need not be looked at once more.
     connection.execute("PRAGMA ignore_check_constraints = ON")
     connection.execute("BEGIN")
-    sound = one("PRAGMA quick_check") == ("ok",) and not connection.execute("PRAGMA foreign_key_check").fetchall()
+    sound = one("PRAGMA quick_check") == one("PRAGMA integrity_check('tsg_tasks')") == ("ok",)
+    sound = sound and not connection.execute("PRAGMA foreign_key_check").fetchall()
     *_, state, time, chain = one(_SCAN_SQLITE)
     events, orphans = one(_EVENTS)[0], one(_ORPHANS)[0]
     connection.execute("ROLLBACK")

@@ -833,6 +833,22 @@ def test_a_private_copy_is_overwritten_before_it_is_given_back(
         copy.execute("SELECT 1")
 
 
+@pytest.mark.parametrize("pages", [1, 2, 3, 4, 17, 200])
+def test_a_private_copy_of_any_size_is_overwritten(pages: int) -> None:
+    copy = sqlite3.connect(":memory:", isolation_level=None, factory=Observed)
+    copy.execute("PRAGMA user_version = 7")
+    if pages > 1:
+        copy.execute("CREATE TABLE marked (content BLOB)")
+    if pages > 2:
+        # A page of the table, and one for each 4,092 bytes that it has no room for.
+        copy.execute("INSERT INTO marked VALUES (?)", (b"confidential" * (341 * (pages - 2)) + b"confidential" * 8,))
+    assert copy.execute("PRAGMA page_count").fetchone() == (pages,)
+    assert (b"confidential" in copy.serialize()) is (pages > 2)
+    wipe(copy)
+    assert b"confidential" not in copy.last
+    assert 0 < len(copy.last) <= pages * 4096
+
+
 def test_rows_deleted_long_ago_are_overwritten_in_a_private_copy_too() -> None:
     copy = sqlite3.connect(":memory:", factory=Observed, isolation_level=None)
     copy.execute("PRAGMA secure_delete = OFF").fetchall()

@@ -88,6 +88,9 @@ def _blank_database(pages: int, size: int) -> sqlite3.Connection:
     while True:
         blank = sqlite3.connect(":memory:", isolation_level=None)
         blank.execute(f"PRAGMA page_size = {size:d}")
+        if pages < 2:
+            blank.execute("PRAGMA user_version = 1")
+            return blank
         blank.execute("CREATE TABLE blank (filler BLOB)")
         blank.execute("INSERT INTO blank VALUES (zeroblob(?))", (filler,))
         if blank.execute("PRAGMA page_count").fetchone()[0] <= pages:

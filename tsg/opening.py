@@ -223,7 +223,6 @@ def _live(file: LedgerFile, busy_timeout_ms: int) -> Opened:
     """A file that is in use, read where it is."""
     identity = file.identity()
     engine = make_engine(lambda: file.connect("ro", identity), busy_timeout_ms=busy_timeout_ms, read_only=True)
-
     return Opened(engine, engine, file.permission_model, verify=lambda: file.require_same(identity))
 
 
