@@ -156,7 +156,21 @@ def test_the_readme_names_every_command() -> None:
 def test_make_has_every_target_that_the_readme_names() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     named = re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)`", README, flags=re.MULTILINE)
-    assert {"demo", "test", "bench", "bench-full"} == {first or second for first, second in named} <= targets
+    wanted = {"demo", "test", "bench", "bench-full", "faults", "fuzz", "soak"}
+    assert wanted == {first or second for first, second in named} <= targets
+
+
+def test_what_the_threat_model_is_shown_by_is_there() -> None:
+    text = (ROOT / "THREAT_MODEL.md").read_text()
+    named = set(re.findall(r"`(?:tests/(?:faults/)?)?(test_\w+\.py)`", text))
+    there = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert {"test_kills.py", "test_guards.py", "test_privacy.py"} < named <= there
+    rows = re.findall(
+        r"^\| (.+) \| ([\d,]+) \| ([\d,]+) \| `make test TESTS=(tests/\S+)` \|$", text, flags=re.MULTILINE
+    )
+    assert len(rows) > 30
+    assert {lost for _, _, lost, _ in rows} == {"0"}
+    assert all((ROOT / file).is_file() for *_, file in rows)
 
 
 def test_the_readme_reconcile_table_names_only_registered_reasons() -> None:
