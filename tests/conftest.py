@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from tests import debian, postgresql
+from tests import debian, postgresql, tallies
 from tsg import Ledger, upgrade
 
 DATA = Path(__file__).parent / "data"
@@ -42,6 +42,14 @@ class FakeClock:
 def pytest_configure(config: pytest.Config) -> None:
     debian.install_missing_for(config)
     postgresql.start_for(config)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    lines = list(tallies.table(report for reports in terminalreporter.stats.values() for report in reports))
+    if lines:
+        terminalreporter.section("faults tried")
+        for line in lines:
+            terminalreporter.line(line)
 
 
 @pytest.fixture(scope="session")

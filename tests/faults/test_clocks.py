@@ -26,7 +26,7 @@ from sqlalchemy.orm import Session
 
 from tests import debian
 from tests.conftest import FakeClock, emptied, raw
-from tests.faults.conftest import Tally
+from tests.tallies import Tally
 from tests.test_concurrency import named
 from tsg import InvalidInput, Ledger, ReconcilePolicy, StateConflict, Task, reconcile
 from tsg.tables import task_events, tasks

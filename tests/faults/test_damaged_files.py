@@ -22,7 +22,7 @@ import sqlalchemy as sa
 import tsg
 from tests.conftest import FakeClock, raw, snapshot
 from tests.damage import EVENT_COLUMNS, TASK_COLUMNS, some_kinds
-from tests.faults.conftest import Tally
+from tests.tallies import Tally
 from tsg import Ledger, LedgerError, StateConflict, doctor
 from tsg.checkup import examine_file
 

@@ -30,8 +30,8 @@ import tsg
 from tests.conftest import FakeClock, raw
 from tests.damage import some_kinds
 from tests.faults import tracing
-from tests.faults.conftest import Tally
 from tests.faults.test_damaged_files import is_healthy
+from tests.tallies import Tally
 from tsg import Ledger, LedgerError, StateConflict
 from tsg.cli import COMMANDS
 

@@ -22,7 +22,7 @@ import sqlalchemy as sa
 
 from tests import debian
 from tests.conftest import raw
-from tests.faults.conftest import Tally
+from tests.tallies import Tally
 from tests.test_storage import a_socket, as_root, mode, tree, untouched
 from tsg import Ledger, LedgerError, TaskNotFound
 from tsg.checkup import examine_file

@@ -15,7 +15,6 @@ import sqlalchemy as sa
 
 from tests.conftest import FakeClock, emptied
 from tests.damage import implied_chain
-from tests.faults.conftest import Tally
 from tests.faults.writers import (
     GRACE,
     LONG_AGO,
@@ -31,6 +30,7 @@ from tests.faults.writers import (
     plain_engine,
     standing,
 )
+from tests.tallies import Tally
 from tests.test_storage import posix
 from tsg import Ledger, TaskNotFound
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.conftest import DATA, FakeClock, expected
-from tests.faults.conftest import Tally
 from tests.faults.tracing import trace
 from tests.faults.writers import FAULTY_CALL, HARMLESS, Job, Met, Zygote
+from tests.tallies import Tally
 from tests.test_storage import posix
 from tsg import Ledger
 from tsg.checkup import examine_file

@@ -17,9 +17,9 @@ import click
 import pytest
 import sqlalchemy as sa
 
-from tests.faults.conftest import Tally
 from tests.faults.test_hostile_neighbours import SEVERAL, Ran, Warm, several
 from tests.faults.tracing import CHANGES, Call, trace
+from tests.tallies import Tally
 from tsg import Ledger
 from tsg.cli import COMMANDS, app
 

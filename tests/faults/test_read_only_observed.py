@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import raw
-from tests.faults.conftest import Tally
 from tests.faults.test_hostile_neighbours import SEVERAL
 from tests.faults.tracing import CHANGES, Call, Traced, trace
+from tests.tallies import Tally
 from tests.test_read_only import MIB, PAGE, grow, kept_open, memory_holds, take_back
 from tests.test_storage import tree, untouched
 from tsg import Ledger

@@ -20,7 +20,6 @@ import sqlalchemy as sa
 import tsg
 from tests.conftest import FakeClock, emptied
 from tests.damage import implied_chain
-from tests.faults.conftest import Tally
 from tests.faults.test_kills import KILLED, made, wait_until
 from tests.faults.writers import (
     GRACE,
@@ -36,6 +35,7 @@ from tests.faults.writers import (
     plain_engine,
 )
 from tests.postgresql import SKIP_VARIABLE, Server
+from tests.tallies import Tally
 from tests.test_storage import posix
 from tsg import Ledger, StateConflict, schema
 

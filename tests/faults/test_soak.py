@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import raw
-from tests.faults.conftest import Tally
 from tests.faults.soak import LEAST
+from tests.tallies import Tally
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="looks at processes by Linux's /proc")
 

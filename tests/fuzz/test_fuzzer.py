@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.faults.conftest import Tally, tally  # noqa: F401  # a fixture, used by name
+from tests.tallies import Tally, tally  # noqa: F401  # a fixture, used by name
 
 #: Seconds for each target, with another seed in every run; by default one, and always the same seed.
 SECONDS = float(os.environ.get("TSG_FUZZ_SECONDS", "0"))
