@@ -160,6 +160,11 @@ def path(folder: Path) -> Path:
 
 
 @pytest.fixture
+def tally(request: pytest.FixtureRequest) -> tallies.Tally:
+    return tallies.teller(request)
+
+
+@pytest.fixture
 def clock() -> FakeClock:
     return FakeClock()
 

@@ -1,4 +1,4 @@
-"""What the tests of faults share: how many rounds they make, and whom they tell what came of it."""
+"""How many rounds the tests of faults make."""
 
 from __future__ import annotations
 
@@ -6,18 +6,10 @@ import os
 
 import pytest
 
-from tests import tallies
-from tests.tallies import Tally
-
-#: How many rounds the tests with a number of them make; more by TSG_FAULT_ROUNDS.
+#: More of them by TSG_FAULT_ROUNDS.
 ROUNDS = int(os.environ.get("TSG_FAULT_ROUNDS", "300"))
 
 
 @pytest.fixture(scope="session")
 def rounds() -> int:
     return ROUNDS
-
-
-@pytest.fixture
-def tally(request: pytest.FixtureRequest) -> Tally:
-    return tallies.teller(request)

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.tallies import Tally, tally  # noqa: F401  # a fixture, used by name
+from tests.tallies import Tally
 
 #: Seconds for each target, with another seed in every run; by default one, and always the same seed.
 SECONDS = float(os.environ.get("TSG_FUZZ_SECONDS", "0"))
@@ -48,7 +48,7 @@ def executions(told: str) -> int:
 def test_nothing_but_errors_of_ours_comes_out_of_what_a_fuzzer_makes(
     printed: dict[str, tuple[int, str]],
     target: str,
-    tally: Tally,  # noqa: F811
+    tally: Tally,
 ) -> None:
     status, told = printed[target]
     tally(f"fuzzed bytes: {target.replace('_', ' ')}", executions(told), int(status != 0))
