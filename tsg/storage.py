@@ -349,8 +349,10 @@ def _allow(path: str, mode: int, expected: Callable[[os.stat_result], bool], *, 
     Raises:
         StateConflict: it is not what is `expected`.
     """
-    if not hasattr(os, "O_PATH"):
-        _change(path, os.lstat(path), mode, expected, give=give, follow_symlinks=False)
+    if not hasattr(os, "O_PATH") or not os.path.isdir("/proc/self/fd"):
+        # As near to it as this system comes.
+        how = {"follow_symlinks": False} if os.chmod in os.supports_follow_symlinks else {}
+        _change(path, os.lstat(path), mode, expected, give=give, **how)
         return
     # It reads nothing, so that to close it drops no locks.
     descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
