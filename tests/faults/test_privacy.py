@@ -276,7 +276,7 @@ def urls_that_are_refused(folder: Path, port: int) -> list[str]:
         f"sqlite://user:{PASSWORD}@host/{MARK}",
         f"mysql://user:{PASSWORD}@localhost/{MARK}",
         f"{MARK}://user:{PASSWORD}@localhost/{MARK}",
-        f"sqlite+{MARK}:///{MARK}",
+        f"sqlite+{MARK}:///{folder}/{MARK}",
         f"postgresql+{MARK}://user:{PASSWORD}@localhost/{MARK}",
         f"postgresql+psycopg://user:{PASSWORD}@127.0.0.1:{MARK}/{MARK}",
         f"postgresql+psycopg://user:{PASSWORD}@127.0.0.1:{port}/{MARK}",
