@@ -230,7 +230,7 @@ print(json.dumps({"calls": calls, "refused": refused, "seen": seen, "logs": logs
 '''
 
 
-def marking(target: str, refused: Sequence[str]) -> dict[str, Any]:
+def marking(target: str, refused: Sequence[str], cwd: Path) -> dict[str, Any]:
     """All that the program above saw, and what it printed by itself."""
     ran = subprocess.run(
         [sys.executable, "-c", MARKING],
@@ -242,6 +242,8 @@ def marking(target: str, refused: Sequence[str]) -> dict[str, Any]:
         },
         capture_output=True,
         check=False,
+        # A mark that is taken for a path is one below this.
+        cwd=cwd,
         timeout=120,
     )
     assert (ran.returncode, ran.stderr) == (0, b""), ran.stderr.decode()[-2_000:]
@@ -293,7 +295,7 @@ def urls_that_are_refused(folder: Path, port: int) -> list[str]:
 
 def test_no_method_on_a_file_tells_what_it_was_given(folder: Path, tally: Tally) -> None:
     path = folder / MARK / "ledger.sqlite"
-    found = marking(str(path), urls_that_are_refused(folder / "missing", 1))
+    found = marking(str(path), urls_that_are_refused(folder / "missing", 1), folder.parent)
     leaks = told(found)
     tally("a secret given to a method", found["calls"], len(leaks))
     assert found["calls"] > 500
@@ -306,7 +308,7 @@ def test_no_method_on_a_server_tells_what_it_was_given_nor_its_password(
 ) -> None:
     url = postgresql_url.set(password=PASSWORD).render_as_string(hide_password=False)
     with postgresql_log(postgresql_url) as log:
-        found = marking(url, urls_that_are_refused(folder / "missing", postgresql_url.port or 5432))
+        found = marking(url, urls_that_are_refused(folder / "missing", postgresql_url.port or 5432), folder.parent)
         logged = [line for line in log() if MARK in line or PASSWORD in line]
     leaks = told(found)
     tally("a secret given to a method", found["calls"], len(leaks) + len(logged))
@@ -350,6 +352,7 @@ def test_a_log_at_every_level_shows_no_payload_of_which_only_the_fingerprint_is_
             "REFUSED": "[]",
         },
         capture_output=True,
+        cwd=folder.parent,
         check=True,
         timeout=120,
     )
@@ -450,7 +453,7 @@ def test_no_option_of_the_command_line_is_told_back(folder: Path, warm: Warm, ta
     shown = [asked for asked in marked_commands() if f"--task-id={MARKED_ID}" in asked]
     asked = [one for one in marked_commands() if one not in shown]
     assert len(asked) > 80
-    answers = [ran for ran, _ in several(warm, [["--db", path, *one] for one in asked])]
+    answers = [ran for ran, _ in several(warm, [["--db", path, *one] for one in asked], folder)]
     leaks = [(one, ran) for one, ran in zip(asked, answers, strict=True) if MARK in ran.out + ran.err]
     leaks += [(one, ran) for one, ran in zip(asked, answers, strict=True) if MARKED_ID in ran.out + ran.err]
     tally("a secret given to a command", len(asked), len(leaks))
@@ -468,7 +471,7 @@ def test_no_path_and_no_url_is_told_back_on_the_command_line(folder: Path, warm:
         if "\0" not in str(target)
         for words in (["init"], ["create"], ["doctor"], ["reconcile", "--dry-run"], ["current"], ["start", A_TASK])
     ]
-    answers = [ran for ran, _ in several(warm, asked)]
+    answers = [ran for ran, _ in several(warm, asked, folder)]
     leaks = [(one, ran) for one, ran in zip(asked, answers, strict=True) if "xq7Z" in ran.out + ran.err]
     tally("a secret in a path or URL", len(asked), len(leaks))
     assert leaks == []
