@@ -230,7 +230,7 @@ def snapshot(connection: Connection) -> Iterator[None]:
 
 def _wake(connection: Connection) -> None:
     """Let SQLAlchemy begin as it does before the first statement, when an application's listener may send a BEGIN."""
-    if not connection.in_transaction():
+    if connection.dialect.name == "sqlite" and not connection.in_transaction():
         connection.exec_driver_sql("SELECT 1").close()
 
 

@@ -197,8 +197,8 @@ def revision_named(name: object, *, downgrade: bool = False) -> str:
     written = values.text(name)
     if written in ("head", "heads"):
         return HEAD
-    if written in REVISIONS or (downgrade and written == "base"):
-        return str(written)
+    if written is not None and (written in REVISIONS or (downgrade and written == "base")):
+        return written
     raise InvalidInput("there is no such revision")
 
 

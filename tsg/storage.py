@@ -81,7 +81,8 @@ class LedgerFile:
             InvalidInput: the directory or the database is not what a private ledger may stand on.
             StateConflict: the same of a sidecar.
         """
-        self.judge_place()
+        if self.judge_place():
+            return
         with _refusing_os_errors():
             _make_directories(os.path.dirname(self.path))
             with _creating:
@@ -89,8 +90,8 @@ class LedgerFile:
                     _create(self.path)
             self.judge()
 
-    def judge_place(self) -> None:
-        """That a ledger may stand there, be it there already or not.
+    def judge_place(self) -> bool:
+        """That a ledger may stand there; whether a file does so already.
 
         Raises:
             InvalidInput, StateConflict: as :meth:`make`.
@@ -98,9 +99,10 @@ class LedgerFile:
         with _refusing_os_errors():
             if _lstat(self.path) is not None:
                 self.judge()
-                return
+                return True
             _judge_directories(self.path)
             self._judge_sidecars()
+            return False
 
     def tighten(self) -> None:
         """Take everybody else's permissions from the database and its sidecars.
@@ -211,12 +213,13 @@ class LedgerFile:
                 after = procfs.open_files()
             opened = {identity for number, identity in after.items() if before.get(number) != identity}
             try:
-                # Nothing opened: nothing is told here, or SQLite has taken one that it had left open on this file.
-                if self.identity() == expected and (not opened or expected in opened):
-                    return connection
+                self.require_same(expected)
             except BaseException:
                 connection.close()
                 raise
+            # Nothing opened: nothing is told here, or SQLite has taken one that it had left open on this file.
+            if not opened or expected in opened:
+                return connection
             connection.close()
         raise StateConflict("the ledger's file was replaced")
 
