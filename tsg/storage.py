@@ -131,7 +131,7 @@ class LedgerFile:
                 return
             if _mode(self.path) != _PRIVATE_FILE:
                 raise InvalidInput("a ledger opened read-only must have mode 0600 already")
-            if any(_mode(path) != _PRIVATE_FILE for path in self._sidecars()):
+            if any(stat.S_IMODE(found.st_mode) != _PRIVATE_FILE for found in self._sidecars().values()):
                 raise StateConflict("a sidecar of the ledger is not private; open the ledger for writing once")
 
     def judge(self) -> None:
@@ -155,12 +155,11 @@ class LedgerFile:
         self._judge_sidecars()
 
     def _judge_sidecars(self) -> None:
-        for path in self._sidecars():
-            beside = _lstat(path)
-            if beside is not None and not _is_plain(beside):
-                raise StateConflict("a sidecar of the ledger is not a regular file with one name")
-        log = _lstat(self.path + "-wal")
-        if not self.exists and log is not None and log.st_size:
+        beside = self._sidecars()
+        if not all(map(_is_plain, beside.values())):
+            raise StateConflict("a sidecar of the ledger is not a regular file with one name")
+        log = beside.get(self.path + "-wal")
+        if log is not None and log.st_size and not self.exists:
             # SQLite would take it for a leftover, and delete it with all that it holds.
             raise StateConflict("a ledger's log is here without its ledger; restore both, or move the log away")
 
@@ -234,8 +233,10 @@ class LedgerFile:
             raise StateConflict("the ledger was not closed cleanly; open it for writing once")
         return wal
 
-    def _sidecars(self) -> list[str]:
-        return [path for path in (self.path + suffix for suffix in _SIDECARS) if _lstat(path) is not None]
+    def _sidecars(self) -> dict[str, os.stat_result]:
+        """Those that are there, by path."""
+        looked_at = {path: _lstat(path) for path in (self.path + suffix for suffix in _SIDECARS)}
+        return {path: found for path, found in looked_at.items() if found is not None}
 
 
 def locate(target: object, *, allow_external_acl: bool = False) -> LedgerFile:
