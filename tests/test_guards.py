@@ -6,7 +6,7 @@ import math
 import sqlite3
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,9 +118,9 @@ def sqlite_engine(path: Path) -> sa.Engine:
     return engine
 
 
-@pytest.fixture(scope="module")
-def sqlite_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    folder = tmp_path_factory.mktemp("guards")
+@contextmanager
+def world_on_sqlite(folder: Path) -> Iterator[World]:
+    """A ledger of tasks in every state, in a file of `folder`."""
     folder.chmod(0o700)
     path = folder / "ledger.sqlite"
     clock = FakeClock()
@@ -130,13 +130,26 @@ def sqlite_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     engine.dispose()
 
 
-@pytest.fixture(scope="module")
-def postgresql_world(postgresql_server: sa.URL, postgresql_template: str) -> Iterator[World]:
+@contextmanager
+def world_on_postgresql(server: sa.URL, template: str) -> Iterator[World]:
+    """The same in a database of its own."""
     clock = FakeClock()
-    with database(postgresql_server, f"tsg_{uuid.uuid4().hex}", template=postgresql_template) as url:
+    with database(server, f"tsg_{uuid.uuid4().hex}", template=template) as url:
         engine = sa.create_engine(url)
         yield World(engine, Ledger(engine, clock=clock), clock)
         engine.dispose()
+
+
+@pytest.fixture(scope="module")
+def sqlite_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    with world_on_sqlite(tmp_path_factory.mktemp("guards")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def postgresql_world(postgresql_server: sa.URL, postgresql_template: str) -> Iterator[World]:
+    with world_on_postgresql(postgresql_server, postgresql_template) as made:
+        yield made
 
 
 @pytest.fixture(params=DATABASES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import uuid
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,7 +13,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from tests import damage, test_doctor_postgresql
-from tests.conftest import FakeClock, database, raw, tsg
+from tests.conftest import raw, tsg
 from tests.damage import ERROR, EVENT, EVENT_COLUMNS, STATE, TASK_COLUMNS, TIMESTAMP, Row, diagnosis
 from tests.test_cli import call
 from tests.test_doctor import CHECKS, INDEXES, _without
@@ -30,6 +29,8 @@ from tests.test_guards import (
     delivery_values,
     sqlite_engine,
     task_values,
+    world_on_postgresql,
+    world_on_sqlite,
 )
 from tsg import Ledger, StateConflict, doctor
 from tsg.guards import FUNCTIONS, GUARDS
@@ -51,29 +52,18 @@ class Ward(NamedTuple):
 @pytest.fixture(scope="module")
 def sqlite_ward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ward]:
     folder = tmp_path_factory.mktemp("dropped")
-    folder.chmod(0o700)
-    path = folder / "ledger.sqlite"
-    clock = FakeClock()
-    engine = sqlite_engine(path)
-    with Ledger(path, clock=clock) as ledger:
-        world = World(engine, ledger, clock)
-        with closing(raw(path)) as origin:
+    with world_on_sqlite(folder) as world:
+        with closing(raw(folder / "ledger.sqlite")) as origin:
             patient = damage.Patient(origin)
-    yield Ward("sqlite", patient, world)
-    patient.close()
-    engine.dispose()
+        yield Ward("sqlite", patient, world)
+        patient.close()
 
 
 @pytest.fixture(scope="module")
 def postgresql_ward(postgresql_server: sa.URL, postgresql_template: str) -> Iterator[Ward]:
-    clock = FakeClock()
-    with database(postgresql_server, f"tsg_{uuid.uuid4().hex}", template=postgresql_template) as url:
-        engine = sa.create_engine(url)
-        world = World(engine, Ledger(engine, clock=clock), clock)
-        with engine.connect() as connection:
-            yield Ward("postgresql", test_doctor_postgresql.Patient(connection, world.tasks), world)
-            connection.rollback()
-        engine.dispose()
+    with world_on_postgresql(postgresql_server, postgresql_template) as world, world.engine.connect() as connection:
+        yield Ward("postgresql", test_doctor_postgresql.Patient(connection, world.tasks), world)
+        connection.rollback()
 
 
 @pytest.fixture(params=DATABASES)

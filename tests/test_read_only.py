@@ -7,7 +7,7 @@ import os
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -892,10 +892,10 @@ OPEN_AND_WAIT = """
 import sys
 import tsg
 ledger = tsg.Ledger(sys.argv[1], read_only=True)
-print("open", flush=True)
+print("held", flush=True)
 sys.stdin.readline()
 ledger.close()
-print("closed", flush=True)
+print("gone", flush=True)
 sys.stdin.readline()
 """
 
@@ -917,27 +917,38 @@ def memory_holds(pid: int, wanted: bytes) -> bool:
     return False
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="another process's memory is looked at")
-def test_after_closing_no_byte_of_the_private_copy_is_left_in_memory(filled: Path) -> None:
+def held_and_left(program: str, arguments: Sequence[object], wanted: bytes) -> tuple[bool, bool]:
+    """Whether those bytes are in the memory of a program that says it has opened something, and when it has let it go.
+
+    It waits for a line after each; and must end well.
+    """
     process = subprocess.Popen(
-        [sys.executable, "-c", OPEN_AND_WAIT, str(filled)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        assert process.stdout.readline() == "open\n"
+        assert process.stdout.readline() == "held\n"
         try:
-            present = memory_holds(process.pid, DIGEST.encode())
+            present = memory_holds(process.pid, wanted)
         except PermissionError:
             pytest.skip("this user may not look at another process's memory")
         process.stdin.write("\n")
         process.stdin.flush()
-        assert process.stdout.readline() == "closed\n"
-        left = memory_holds(process.pid, DIGEST.encode())
+        assert process.stdout.readline() == "gone\n"
+        left = memory_holds(process.pid, wanted)
     finally:
-        process.communicate()
-    assert present is True
-    assert left is False
+        process.communicate("\n")
+    assert process.returncode == 0
+    return present, left
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="another process's memory is looked at")
+def test_after_closing_no_byte_of_the_private_copy_is_left_in_memory(filled: Path) -> None:
+    assert held_and_left(OPEN_AND_WAIT, [filled], DIGEST.encode()) == (True, False)
 
 
 def test_a_read_only_ledger_may_be_opened_many_times_at_once(filled: Path) -> None:

@@ -28,6 +28,7 @@ from tests import debian
 from tests.conftest import FakeClock, emptied, raw
 from tests.tallies import Tally
 from tests.test_concurrency import named
+from tests.test_reconcile import running
 from tsg import InvalidInput, Ledger, ReconcilePolicy, StateConflict, Task, reconcile
 from tsg.tables import task_events, tasks
 
@@ -77,16 +78,6 @@ def stored(engine: sa.Engine) -> tuple[list[dict[str, Any]], list[dict[str, Any]
 
 def sweep(ledger: Ledger, active: float = 600, delivery: float = 600, **options: Any) -> dict[str, Any]:
     return dict(ledger.reconcile(active_grace_seconds=active, delivery_grace_seconds=delivery, **options))
-
-
-def running(ledger: Ledger, clock: FakeClock, at: float, beat: float | None = None, **fields: Any) -> str:
-    clock.now = at
-    task = ledger.create_task(**fields).id
-    ledger.start_task(task)
-    if beat is not None:
-        clock.now = beat
-        ledger.heartbeat(task)
-    return task
 
 
 # -- a clock that is given --------------------------------------------------------------------------------

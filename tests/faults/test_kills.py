@@ -39,19 +39,6 @@ pytestmark = posix
 KILLED = -9
 
 
-@pytest.fixture(scope="module")
-def warm_zygote() -> Iterator[Zygote]:
-    made = Zygote()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def zygote(warm_zygote: Zygote) -> Iterator[Zygote]:
-    yield warm_zygote
-    warm_zygote.end_all()
-
-
 @pytest.fixture(params=["sqlite", "postgresql"])
 def target(request: pytest.FixtureRequest) -> Place:
     return emptied(request, request.param)

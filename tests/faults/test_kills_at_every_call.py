@@ -8,7 +8,7 @@ import shutil
 import sqlite3
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,19 +37,6 @@ BATCH = 2
 #: How often each kind of call is met, of 300 rounds; more rounds meet more of them, up to all.
 CALLS = {"pwrite64": 5, "fcntl": 1, "fdatasync": 1, "ftruncate": 1, "unlink": 1, "openat": 1}
 MAKING = {"mkdir": 1, "chmod": 1, "fchmod": 1}
-
-
-@pytest.fixture(scope="module")
-def warm_zygote() -> Iterator[Zygote]:
-    made = Zygote()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def zygote(warm_zygote: Zygote) -> Iterator[Zygote]:
-    yield warm_zygote
-    warm_zygote.end_all()
 
 
 class Place(NamedTuple):

@@ -19,7 +19,7 @@ from tests.conftest import raw
 from tests.faults.test_hostile_neighbours import SEVERAL
 from tests.faults.tracing import CHANGES, Call, Traced, trace
 from tests.tallies import Tally
-from tests.test_read_only import MIB, PAGE, grow, kept_open, memory_holds, take_back
+from tests.test_read_only import MIB, PAGE, grow, held_and_left, kept_open, take_back
 from tests.test_storage import tree, untouched
 from tsg import Ledger
 
@@ -461,26 +461,6 @@ def test_no_byte_of_a_private_copy_is_left_in_memory_however_it_ends(
     state(ledger_file)
     assert MARKER.encode() in ledger_file.read_bytes()
     with untouched(folder):
-        process = subprocess.Popen(
-            [sys.executable, "-c", KEEPING, ledger_file, how],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            assert process.stdout.readline() == "held\n"
-            try:
-                present = memory_holds(process.pid, MARKER.encode())
-            except PermissionError:
-                pytest.skip("this user may not look at another process's memory")
-            process.stdin.write("\n")
-            process.stdin.flush()
-            assert process.stdout.readline() == "gone\n"
-            left = memory_holds(process.pid, MARKER.encode())
-        finally:
-            process.communicate("\n")
+        present, left = held_and_left(KEEPING, [ledger_file, how], MARKER.encode())
     tally("a private copy given up", 1, int(left))
-    assert process.returncode == 0
     assert (present, left) == (True, False)

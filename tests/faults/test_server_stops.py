@@ -44,19 +44,6 @@ pytestmark = posix
 SIZE = 3
 
 
-@pytest.fixture(scope="module")
-def warm_zygote() -> Iterator[Zygote]:
-    made = Zygote()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def zygote(warm_zygote: Zygote) -> Iterator[Zygote]:
-    yield warm_zygote
-    warm_zygote.end_all()
-
-
 # -- the server stops at once, and starts again ------------------------------------------------------------
 
 
