@@ -64,8 +64,8 @@ def copy_open(source: sqlite3.Connection, limit: int = SNAPSHOT_LIMIT) -> sqlite
 def wipe(connection: sqlite3.Connection) -> None:
     """Overwrite a private copy's pages before its memory is given back, then close it.
 
-    They are put in place one by one, so that a damaged copy, which can't be walked, is overwritten too. What SQLite and
-    Python themselves worked with on the way is theirs.
+    They are put in place one by one, so that a damaged copy, which can't be walked, is overwritten too; one that SQLite
+    takes for no database at all is only closed. What SQLite and Python worked with on the way is theirs.
     """
     try:
         connection.rollback()
