@@ -1,4 +1,7 @@
-"""Runs the ledger's revisions for Alembic's own commands; ``tsg upgrade`` runs the same without it.
+"""Runs our revisions for Alembic's own commands; ``tsg upgrade`` runs the same without it.
+
+The section of ``alembic.ini`` says whose: the ledger's, or with ``-n plan`` the plan layer's, which stand on the
+ledger's at head.
 
 The database is, in this order: ``config.attributes["connection"]`` (an engine or a connection), ``-x db=``,
 the variable ``TSG_DB``, ``sqlalchemy.url``. A ledger file is opened with all the checks of
@@ -16,9 +19,18 @@ from alembic.util import CommandError
 from sqlalchemy.engine import Connection, Engine
 
 import tsg.models  # noqa: F401  # the target of autogenerate
-from tsg import ddl, opening, schema, tables
+from tsg import ddl, migrating, opening, schema
+from tsg.plan import schema as plan_schema
+from tsg.plan import tables as plan_tables
 
 config = context.config
+OF_PLANS = config.config_ini_section == "plan"
+
+
+def command_name() -> str | None:
+    """Which of Alembic's commands this is; none where it is called from Python."""
+    command = getattr(config.cmd_opts, "cmd", None)
+    return None if command is None else str(command[0].__name__)
 
 
 def connections() -> AbstractContextManager[Connection]:
@@ -26,33 +38,35 @@ def connections() -> AbstractContextManager[Connection]:
     if isinstance(given, Connection):
         return nullcontext(given)
     if isinstance(given, Engine):
-        return schema.migration(given)
+        return migrating.migration(given)
     arguments = context.get_x_argument(as_dictionary=True)
     target = arguments.get("db") or os.environ.get("TSG_DB") or config.get_main_option("sqlalchemy.url")
     if not target:
         raise CommandError("Name the database: -x db=PATH_OR_URL, or TSG_DB, or sqlalchemy.url.")
-    if config.config_file_name is not None and getattr(config.cmd_opts, "cmd", None) is not None:
+    if config.config_file_name is not None and command_name() is not None:
         # Only for the command itself: it would switch off the loggers of an application that calls us.
         fileConfig(config.config_file_name, disable_existing_loggers=False)
     place = opening.place_of(target)
-    command = getattr(config.cmd_opts, "cmd", None)
-    if command is not None and command[0].__name__ != "upgrade" and not opening.is_there(place):
+    if command_name() not in (None, "upgrade") and not opening.is_there(place):
         raise CommandError("There is no ledger at this place; only upgrade makes one.")
     return opening.migration(place)
 
 
 def run(connection: Connection) -> None:
+    home = plan_schema if OF_PLANS else schema
     context.configure(
         connection=connection,
-        target_metadata=ddl.metadata,
-        version_table=tables.VERSION_TABLE,
-        include_name=schema.include_own_name,
+        target_metadata=plan_tables.metadata if OF_PLANS else ddl.metadata,
+        version_table=home.VERSIONS.table,
+        include_name=home.include_own_name,
         compare_type=True,
         transactional_ddl=True,
     )
+    if OF_PLANS and command_name() == "upgrade":
+        schema.upgrade(connection)
     with context.begin_transaction():
         context.run_migrations()
-    schema.verify(connection)
+    home.verify(connection)
 
 
 if context.is_offline_mode():

@@ -12,17 +12,23 @@ if TYPE_CHECKING:
     from tsg import doctor as doctor
     from tsg import reconcile as reconcile
     from tsg.aio import AsyncLedger as AsyncLedger
+    from tsg.errors import DamagedFile as DamagedFile
+    from tsg.errors import DependencyCycle as DependencyCycle
     from tsg.errors import InvalidInput as InvalidInput
     from tsg.errors import LedgerError as LedgerError
+    from tsg.errors import PlanNotFound as PlanNotFound
     from tsg.errors import SchemaOutdated as SchemaOutdated
     from tsg.errors import SchemaTooNew as SchemaTooNew
     from tsg.errors import StateConflict as StateConflict
+    from tsg.errors import StepNotFound as StepNotFound
     from tsg.errors import TaskNotFound as TaskNotFound
     from tsg.ledger import Ledger as Ledger
     from tsg.ledger import reconcile_restart as reconcile_restart
     from tsg.models import Base as Base
     from tsg.models import Task as Task
     from tsg.models import TaskEvent as TaskEvent
+    from tsg.plan.aio import AsyncPlans as AsyncPlans
+    from tsg.plan.store import Plans as Plans
     from tsg.reconcile import ReconcilePolicy as ReconcilePolicy
     from tsg.records import TaskRecord as TaskRecord
     from tsg.schema import downgrade as downgrade
@@ -35,15 +41,21 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncLedger",
+    "AsyncPlans",
     "Base",
+    "DamagedFile",
     "DeliveryStatus",
+    "DependencyCycle",
     "InvalidInput",
     "Ledger",
     "LedgerError",
+    "PlanNotFound",
+    "Plans",
     "ReconcilePolicy",
     "SchemaOutdated",
     "SchemaTooNew",
     "StateConflict",
+    "StepNotFound",
     "Task",
     "TaskEvent",
     "TaskNotFound",
@@ -64,15 +76,21 @@ __version__ = "0.1.0"
 _HOMES = {
     "tsg.aio": ("AsyncLedger",),
     "tsg.errors": (
+        "DamagedFile",
+        "DependencyCycle",
         "InvalidInput",
         "LedgerError",
+        "PlanNotFound",
         "SchemaOutdated",
         "SchemaTooNew",
         "StateConflict",
+        "StepNotFound",
         "TaskNotFound",
     ),
     "tsg.ledger": ("Ledger", "reconcile_restart"),
     "tsg.models": ("Base", "Task", "TaskEvent"),
+    "tsg.plan.aio": ("AsyncPlans",),
+    "tsg.plan.store": ("Plans",),
     "tsg.reconcile": ("ReconcilePolicy",),
     "tsg.records": ("TaskRecord",),
     "tsg.schema": ("downgrade", "include_name", "upgrade"),

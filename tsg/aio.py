@@ -149,6 +149,17 @@ class AsyncLedger:
         """As :meth:`tsg.Ledger.storage_info`."""
         return await self._run(Ledger.storage_info)
 
+    async def run(self, work: Callable[[Ledger], _Answer]) -> _Answer:
+        """Do `work` with a :class:`tsg.Ledger` on a connection of the engine's, which is good for that long only.
+
+        Raises:
+            InvalidInput: `work` can't be called.
+            StateConflict: as the ledger's methods; and whatever `work` raises.
+        """
+        if not callable(work):
+            raise InvalidInput("work must be callable")
+        return await self._run(work)
+
     async def _run(self, work: Callable[[Ledger], _Answer]) -> _Answer:
         if self._engine.dialect.name != "sqlite":
             return await self._do(work)

@@ -9,14 +9,31 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from tsg.tables import VERSION_TABLE, task_events, tasks
+from tsg.tables import PLAN_PREFIX, PREFIX, VERSION_TABLE, task_events, tasks
 
-__all__ = ["digest", "namespace", "quoted", "statements", "table_names"]
+__all__ = ["LEDGER", "Part", "digest", "like", "namespace", "quoted", "statements", "table_names"]
+
+
+class Part(NamedTuple):
+    """What of the schema is asked about: names like one pattern and unlike another, and the tables among them."""
+
+    like: str
+    unlike: str
+    tables: tuple[str, ...]
+
+
+def like(prefix: str) -> str:
+    """The pattern of all names that begin so."""
+    return prefix.replace("_", "\\_") + "%"
+
+
+#: What is built on the ledger has a part of its own, which is not the ledger's to know.
+LEDGER: Final = Part(like(PREFIX), like(PLAN_PREFIX), (VERSION_TABLE, tasks.name, task_events.name))
 
 #: Where our tables are, or would be made, on PostgreSQL.
 _NAMESPACE: Final = sa.text(
@@ -34,7 +51,8 @@ _POSTGRESQL: Final = sa.text(
     WITH place AS MATERIALIZED (SELECT set_config('search_path', 'pg_catalog', true)), ours AS MATERIALIZED (
         SELECT c.oid, c.relname, c.relkind, c.relpersistence, c.relrowsecurity, c.relforcerowsecurity FROM place
         CROSS JOIN pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-        WHERE n.nspname = :schema AND c.relname LIKE 'tsg\_%' AND c.relkind IN ('r', 'p', 'v', 'm', 'f')
+        WHERE n.nspname = :schema AND c.relname LIKE :like AND c.relname NOT LIKE :unlike
+            AND c.relkind IN ('r', 'p', 'v', 'm', 'f')
     )
     SELECT concat_ws(' ', 'table', relname, relkind, relpersistence, relrowsecurity, relforcerowsecurity) FROM ours
     UNION ALL
@@ -64,21 +82,26 @@ _POSTGRESQL: Final = sa.text(
     SELECT concat_ws(' ', 'rule', relname, rulename) FROM ours JOIN pg_rewrite r ON r.ev_class = ours.oid
     UNION ALL
     SELECT concat_ws(' ', 'sequence', c.relname) FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-    WHERE n.nspname = :schema AND c.relkind = 'S' AND c.relname LIKE 'tsg\_%'
+    WHERE n.nspname = :schema AND c.relkind = 'S' AND c.relname LIKE :like AND c.relname NOT LIKE :unlike
         AND NOT EXISTS (SELECT 1 FROM pg_depend d WHERE d.objid = c.oid AND d.deptype IN ('a', 'i'))
     UNION ALL
     SELECT concat_ws(' ', 'function', proname, prosecdef, proconfig::text, provolatile, prosrc)
     FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
-    WHERE n.nspname = :schema AND proname LIKE 'tsg\_%'
+    WHERE n.nspname = :schema AND proname LIKE :like AND proname NOT LIKE :unlike
     """
 )
 
 
+_SQLITE: Final = sa.text(
+    "SELECT type, name, tbl_name, sql FROM sqlite_master WHERE sql IS NOT NULL "
+    "AND ((tbl_name LIKE :like ESCAPE '\\' AND tbl_name NOT LIKE :unlike ESCAPE '\\') "
+    "OR (name LIKE :like ESCAPE '\\' AND name NOT LIKE :unlike ESCAPE '\\'))"
+)
 # The path; whether a name of ours without a schema leads elsewhere than to ours; whether triggers are let be.
 _CIRCUMSTANCES: Final = sa.text(
     "SELECT current_setting('search_path'), bool_or(to_regclass(name) IS DISTINCT FROM "
     "to_regclass(CAST(:schema AS text) || '.' || name)), current_setting('session_replication_role') = 'replica' "
-    f"FROM unnest(ARRAY['{VERSION_TABLE}', '{tasks.name}', '{task_events.name}']) AS name"
+    "FROM unnest(CAST(:names AS text[])) AS name"
 )
 
 
@@ -105,24 +128,24 @@ def table_names(connection: Connection) -> set[str]:
     return set(connection.execute(_POSTGRESQL_TABLES, {"schema": namespace(connection)}).scalars())
 
 
-def statements(connection: Connection) -> Iterator[str]:
-    """What makes up our part of the schema, a line a piece, in no order."""
+def statements(connection: Connection, part: Part = LEDGER) -> Iterator[str]:
+    """What makes up a part of the schema, a line a piece, in no order."""
+    asked = {"like": part.like, "unlike": part.unlike}
     if connection.dialect.name == "sqlite":
-        rows = connection.exec_driver_sql(
-            "SELECT type, name, tbl_name, sql FROM sqlite_master WHERE sql IS NOT NULL "
-            "AND (tbl_name LIKE 'tsg\\_%' ESCAPE '\\' OR name LIKE 'tsg\\_%' ESCAPE '\\')"
-        )
+        rows = connection.execute(_SQLITE, asked)
         yield from (" ".join(row) for row in rows)
     else:
         schema = namespace(connection)
-        path, hidden, unguarded = connection.execute(_CIRCUMSTANCES, {"schema": quoted(schema)}).one()
+        path, hidden, unguarded = connection.execute(
+            _CIRCUMSTANCES, {"schema": quoted(schema), "names": list(part.tables)}
+        ).one()
         if hidden and _translated(connection) is None:
             yield "something else of our names is found before what is ours"
         if unguarded:
             yield "no trigger is asked on this connection"
         names = "|".join(re.escape(name) for name in (schema, quoted(schema)))
         own = re.compile(rf"(?<![\w\"])(?:{names})\.(?=\"?tsg_)")
-        lines = connection.execute(_POSTGRESQL, {"schema": schema}).scalars().all()
+        lines = connection.execute(_POSTGRESQL, {"schema": schema, **asked}).scalars().all()
         connection.execute(sa.select(sa.func.set_config("search_path", path, sa.true())))
         yield from (own.sub("", line) for line in lines)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Final, NamedTuple, TypedDict
 
@@ -17,7 +16,7 @@ from sqlalchemy.engine import Connection
 
 from tsg import rules, schema, values
 from tsg.conditions import finite
-from tsg.engine import DATABASE_ERRORS, is_autocommit, refusing, snapshot, unchecked
+from tsg.engine import DATABASE_ERRORS, contained, refusing, snapshot, unchecked
 from tsg.errors import StateConflict
 from tsg.listing import Progress
 from tsg.sessions import Session, connection_of
@@ -119,7 +118,7 @@ def examine(target: Connection | Session, *, progress: Progress | None = None) -
         else:
             for step, check in enumerate(CHECKS, 3):
                 try:
-                    with _contained(connection):
+                    with contained(connection):
                         counts |= check.counts(connection)
                 except DATABASE_ERRORS:
                     # What could not be read is no proof of health; the report says so.
@@ -149,18 +148,12 @@ def examine(target: Connection | Session, *, progress: Progress | None = None) -
 
 def _schema(connection: Connection) -> tuple[int, bool]:
     try:
-        with _contained(connection):
+        with contained(connection):
             revision = schema.state(connection).revision
             version = int(revision) if revision is not None and _REVISION.match(revision) else 0
             return version, schema.fault(connection) is None
     except (StateConflict, *DATABASE_ERRORS):
         return 0, False
-
-
-def _contained(connection: Connection) -> AbstractContextManager[object]:
-    """On PostgreSQL a failed statement would take the caller's transaction with it, if there is one."""
-    stands_alone = connection.dialect.name == "sqlite" or is_autocommit(connection)
-    return nullcontext() if stands_alone else connection.begin_nested()
 
 
 def _quick_check(connection: Connection) -> str:

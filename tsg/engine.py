@@ -12,7 +12,7 @@ import sqlite3
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, TypeGuard, TypeVar
 
 import sqlalchemy as sa
@@ -25,6 +25,7 @@ from tsg.errors import InvalidInput, StateConflict
 
 __all__ = [
     "begun",
+    "contained",
     "driver_transaction",
     "enable_wal",
     "for_writing",
@@ -208,6 +209,12 @@ def require_transaction(connection: Connection, mode: str = "") -> None:
     if connection.dialect.name == "sqlite" and not _is_begun(connection):
         # The driver would send it before the first write only.
         connection.exec_driver_sql(f"BEGIN {mode}")
+
+
+def contained(connection: Connection) -> AbstractContextManager[object]:
+    """On PostgreSQL a failed statement would take the caller's transaction with it, if there is one."""
+    stands_alone = connection.dialect.name == "sqlite" or is_autocommit(connection)
+    return nullcontext() if stands_alone else connection.begin_nested()
 
 
 @contextmanager

@@ -23,9 +23,10 @@ from tsg.engine import (
     refusing,
     transaction,
 )
-from tsg.errors import InvalidInput, StateConflict
+from tsg.errors import InvalidInput, LedgerError, SchemaOutdated, StateConflict
 from tsg.execution import CoreExecution, DriverExecution, Execution
 from tsg.listing import Progress, Transactions
+from tsg.migrating import migration
 from tsg.opening import Opened, open_engine, open_read_only, open_to_write, place_of
 from tsg.reconcile import ReconcilePolicy
 from tsg.records import TaskRecord, creation
@@ -104,7 +105,7 @@ class Ledger:
                 opened = open_read_only(place, busy_timeout_ms=busy, snapshot_limit=limit)
             else:
                 opened = open_to_write(place, busy_timeout_ms=busy, migrate=migrate, adopt=adopt)
-        self._serve(opened, clock, read_only=read_only)
+        self._serve(opened, clock, read_only=read_only, may_migrate=migrate and opened.owned)
 
     @classmethod
     def over(cls, connection: Connection, clock: Clock = time.time, *, check: bool = True) -> Ledger:
@@ -126,9 +127,10 @@ class Ledger:
         ledger._serve(open_engine(connection, check=check), clock, read_only=False)
         return ledger
 
-    def _serve(self, opened: Opened, clock: Clock, *, read_only: bool) -> None:
+    def _serve(self, opened: Opened, clock: Clock, *, read_only: bool, may_migrate: bool = False) -> None:
         self._opened = opened
         self._clock = clock
+        self._may_migrate = may_migrate
         self._writer = None if read_only else for_writing(opened.engine)
         self._close = weakref.finalize(self, opened.close)
 
@@ -142,6 +144,11 @@ class Ledger:
         """Close its connections, and wipe a private copy. An application's own engine is left alone."""
         with refusing():
             self._close()
+
+    @property
+    def read_only(self) -> bool:
+        """Whether it was opened to be read only."""
+        return self._writer is None
 
     # -- reading ---------------------------------------------------------------------------------------
 
@@ -396,6 +403,55 @@ class Ledger:
                 progress=progress,
             )
 
+    # -- for what is built on it ------------------------------------------------------------------------
+
+    def read(self, work: Callable[[Connection, Clock], _Answer]) -> _Answer:
+        """Do `work` in one snapshot; it is given the connection and the ledger's clock.
+
+        Raises:
+            InvalidInput: `work` can't be called.
+            StateConflict: the database refuses; and whatever `work` raises.
+        """
+        _require_work(work)
+        return self._read(lambda connection: work(connection, self._clock_on(connection)))
+
+    def write(self, work: Callable[[Connection, Clock], _Answer]) -> _Answer:
+        """Do `work` in one transaction, which is undone where it raises; it is given the connection and the clock.
+
+        On PostgreSQL it is READ COMMITTED, and `work` is called again where others were in the way at the same moment.
+
+        Raises:
+            InvalidInput: `work` can't be called.
+            StateConflict: the ledger is read-only, or the database refuses; and whatever `work` raises.
+        """
+        _require_work(work)
+        return _attempt(self._writable(), lambda connection: work(connection, self._clock_on(connection)))
+
+    def require(
+        self, fault: Callable[[Connection], LedgerError | None], upgrade: Callable[[Connection], object]
+    ) -> None:
+        """That tables which stand on the ledger's are there; brought in where the storage is the ledger's to change.
+
+        Args:
+            fault: what is wrong with them, or ``None``.
+            upgrade: brings them in or to their current shape, in the transaction of its connection.
+
+        Raises:
+            InvalidInput: either can't be called.
+            LedgerError: what is wrong, where it is not for this ledger to change.
+        """
+        _require_work(fault)
+        _require_work(upgrade)
+        found = self._read(fault)
+        if found is None:
+            return
+        if not (self._may_migrate and isinstance(found, SchemaOutdated) and isinstance(self._writer, Engine)):
+            raise found
+        with refusing(), migration(self._writer) as connection:
+            # Others may have been here first.
+            if fault(connection) is not None:
+                upgrade(connection)
+
     # -- inside ----------------------------------------------------------------------------------------
 
     def _do(
@@ -467,6 +523,11 @@ class Ledger:
     def _clock_on(self, connection: Connection) -> Clock:
         """The ledger's clock: on a server, where hosts disagree, the server's, unless one was given."""
         return server_clock(connection) if self._clock is time.time else self._clock
+
+
+def _require_work(work: object) -> None:
+    if not callable(work):
+        raise InvalidInput("work must be callable")
 
 
 def _attempt(

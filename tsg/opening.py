@@ -16,7 +16,7 @@ from typing import Final
 import sqlalchemy as sa
 from sqlalchemy.engine import URL, Connection, Engine
 
-from tsg import catalog, schema, storage, values
+from tsg import catalog, migrating, schema, storage, values
 from tsg.copies import SNAPSHOT_LIMIT, copy_closed, copy_open, wipe
 from tsg.engine import enable_wal, make_engine, make_postgresql_engine, reading, refusing, sqlite_driver
 from tsg.errors import InvalidInput, LedgerError, SchemaOutdated, StateConflict
@@ -284,7 +284,7 @@ def migration(place: Place) -> Iterator[Connection]:
     if isinstance(place, URL):
         engine = make_postgresql_engine(place, busy_timeout_ms=BUSY_TIMEOUT_MS)
         try:
-            with refusing(), schema.migration(engine) as connection:
+            with refusing(), migrating.migration(engine) as connection:
                 yield connection
         finally:
             engine.dispose()
@@ -299,7 +299,7 @@ def migration(place: Place) -> Iterator[Connection]:
                 schema.require_known(connection)
             if not file.exists:
                 _enable_wal(engine, BUSY_TIMEOUT_MS)
-            with schema.migration(engine) as connection:
+            with migrating.migration(engine) as connection:
                 yield connection
             file.tighten()
             _enable_wal(engine, BUSY_TIMEOUT_MS)

@@ -6,25 +6,21 @@ to the migrations and to the models by tests. Alembic is imported when there is 
 
 from __future__ import annotations
 
-import os
-import sqlite3
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
 
 from tsg import catalog, published, values
-from tsg.engine import begun, for_writing, refusing, require_transaction, sqlite_driver, transaction
+from tsg.engine import refusing
 from tsg.errors import InvalidInput, LedgerError, SchemaOutdated, SchemaTooNew, StateConflict
-from tsg.tables import PREFIX, VERSION_TABLE, version_table
+from tsg.migrating import Versions, locked, migration, run
+from tsg.tables import PLAN_PREFIX, PREFIX, VERSION_TABLE, version_table
 
 __all__ = [
     "HEAD",
     "REVISIONS",
+    "VERSIONS",
     "Report",
     "State",
     "bring_to_head",
@@ -36,8 +32,6 @@ __all__ = [
     "include_own_name",
     "is_exact",
     "may_migrate",
-    "migration",
-    "migrations_folder",
     "record",
     "require_known",
     "revision_named",
@@ -49,31 +43,18 @@ __all__ = [
 REVISIONS: Final = ("0001", "0002", "0003", "0004")
 HEAD: Final = REVISIONS[-1]
 
+#: Where the revisions are, and which table says how far they have come.
+VERSIONS: Final = Versions("versions", VERSION_TABLE)
+
 #: Of what makes up the schema at head, as each database words it: see :mod:`tsg.catalog`.
 _HEAD_SHA256: Final = {
     "sqlite": "f612fec752ae610a0d8623f3440b27662f083ebd89c327d953914bb8d428e40b",
     "postgresql": "ddf46b947b1099e79aa02479f9c13dc66dcea0d8e80b4d8428097e1af1f12018",
 }
-#: What concurrent migrations of one PostgreSQL database wait for each other by: "tsg" in ASCII.
-_ADVISORY_LOCK: Final = 0x747367
-
 _BROKEN_REFERENCES: Final = (
     "SELECT 1 FROM pragma_foreign_key_check WHERE \"table\" LIKE 'tsg\\_%' ESCAPE '\\' "
     "OR parent LIKE 'tsg\\_%' ESCAPE '\\' LIMIT 1"
 )
-
-# Alembic's ``op`` is one for the process: two threads that migrate, even two databases, would mix.
-_one_migration = threading.Lock()
-
-
-def _renew_lock() -> None:
-    global _one_migration
-    _one_migration = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    # Another thread, which a child does not have, may hold it at the fork.
-    os.register_at_fork(after_in_child=_renew_lock)
 
 
 class State(NamedTuple):
@@ -244,26 +225,6 @@ def bring_to_head(engine: Engine, *, adopt: bool) -> None:
         _migrate(connection, "upgrade", HEAD)
 
 
-@contextmanager
-def migration(engine: Engine) -> Iterator[Connection]:
-    """A transaction in which the schema may move: with the write lock, and on a ledger's own file with foreign
-    keys off, so that rebuilding a table loses nothing; :func:`verify` is for its end.
-    """
-    with for_writing(engine).connect() as connection:
-        driver = sqlite_driver(connection)
-        if driver is None or driver.in_transaction:
-            with transaction(connection):
-                yield connection
-            return
-        # Inside a transaction SQLite would not listen.
-        enforced = _foreign_keys(driver, on=False)
-        try:
-            with begun(connection):
-                yield connection
-        finally:
-            _foreign_keys(driver, on=enforced)
-
-
 def verify(connection: Connection) -> None:
     """What must hold at the end of a migration: every reference finds its row, and head is exactly head.
 
@@ -301,14 +262,9 @@ def include_name(name: str | None, type_: str, parent_names: Any) -> bool:
 
 def include_own_name(name: str | None, type_: str, parent_names: Any) -> bool:
     """The opposite, for our own ``env.py``: whatever else lives in the database is not ours to compare."""
-    return type_ != "table" or (name is not None and name.startswith(PREFIX) and name != VERSION_TABLE)
-
-
-def migrations_folder() -> Path:
-    """Where the revisions are: inside the installed package, or beside it in a checkout."""
-    package = Path(__file__).resolve().parent
-    installed = package / "migrations"
-    return installed if (installed / "env.py").is_file() else package.parent / "migrations"
+    if type_ != "table":
+        return True
+    return name is not None and name.startswith(PREFIX) and not name.startswith((PLAN_PREFIX, VERSION_TABLE))
 
 
 def _migrate(target: Engine | Connection, direction: str, revision: str) -> Report:
@@ -320,7 +276,7 @@ def _migrate(target: Engine | Connection, direction: str, revision: str) -> Repo
     if target.dialect.name not in _HEAD_SHA256:
         raise InvalidInput("a ledger lives in SQLite or PostgreSQL")
     destination = revision_named(revision, downgrade=direction == "downgrade")
-    with _locked(target):
+    with locked(target):
         before = require_known(target)
         if before.published and (direction, destination) != ("upgrade", HEAD):
             raise SchemaOutdated("a file of the published package is adopted as a whole: run tsg upgrade")
@@ -329,68 +285,8 @@ def _migrate(target: Engine | Connection, direction: str, revision: str) -> Repo
             raise InvalidInput("the schema is older than that already")
         if before.published or (goes > stands if direction == "upgrade" else goes < stands):
             try:
-                _run(target, direction, destination)
+                run(target, VERSIONS, direction, destination)
             except (sa.exc.IntegrityError, sa.exc.DataError):
                 raise StateConflict("a stored row can't be held by the schema; nothing was changed") from None
         verify(target)
         return Report(before.published, state(target).revision, HEAD)
-
-
-@contextmanager
-def _locked(connection: Connection) -> Iterator[None]:
-    """All or nothing inside the caller's transaction, and on PostgreSQL nobody else migrates meanwhile."""
-    require_transaction(connection, "IMMEDIATE")
-    with connection.begin_nested():
-        if connection.dialect.name != "postgresql":
-            yield
-            return
-        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK)))
-        path = connection.scalar(sa.select(sa.func.current_setting("search_path")))
-        # Unqualified names are those of the ledger's schema.
-        _search(connection, catalog.quoted(catalog.namespace(connection)))
-        # Where it raises, what was set is undone with the rest.
-        yield
-        _search(connection, path)
-
-
-def _search(connection: Connection, path: str | None) -> None:
-    connection.execute(sa.select(sa.func.set_config("search_path", path, sa.true())))
-
-
-def _run(connection: Connection, direction: str, revision: str) -> None:
-    from alembic import op
-    from alembic.operations import Operations
-    from alembic.runtime.migration import MigrationContext
-    from alembic.script import ScriptDirectory
-    from alembic.util import CommandError
-
-    scripts = ScriptDirectory(str(migrations_folder()))
-    # The same steps that alembic.command takes from env.py, which can't run inside another env.py.
-    steps: Any = scripts._upgrade_revs if direction == "upgrade" else scripts._downgrade_revs
-    with _one_migration:
-        context = MigrationContext.configure(
-            connection,
-            opts={
-                "version_table": VERSION_TABLE,
-                "script": scripts,
-                "transactional_ddl": True,
-                "fn": lambda revisions, _: steps(revision, revisions),
-            },
-        )
-        # Alembic forgets the operations of an outer run, a host's env.py, when those of an inner one end.
-        outer = getattr(op, "_proxy", None)
-        try:
-            with Operations.context(context), context.begin_transaction():
-                context.run_migrations()
-        except CommandError:
-            # Its text has what the table of versions holds.
-            raise StateConflict("the record of the schema's version contradicts itself; run doctor") from None
-        finally:
-            if outer is not None:
-                outer._install_proxy()
-
-
-def _foreign_keys(driver: sqlite3.Connection, *, on: bool) -> bool:
-    (before,) = driver.execute("PRAGMA foreign_keys").fetchone()
-    driver.execute(f"PRAGMA foreign_keys = {'ON' if on else 'OFF'}")
-    return bool(before)

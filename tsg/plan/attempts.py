@@ -1,0 +1,498 @@
+"""What is done to one step: its attempts from opening to folding, and what is decided about it.
+
+An attempt is a ledger task below the plan's root. The ledger says whether it lives and how it ended; here that is
+folded into the step, by the rules of :mod:`tsg.plan.scheduling`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import Connection, Row
+
+from tsg import reconcile, rules
+from tsg.errors import StateConflict, TaskNotFound
+from tsg.plan import reading, scheduling, structure
+from tsg.plan.scheduling import AWAITING_DECISION, Decision, OnExhausted, PlanStatus, Situation, StepStatus, Verdict
+from tsg.plan.tables import agents, attempts, plans, steps
+from tsg.plan.transaction import Transaction
+from tsg.reconcile import ReconcilePolicy
+from tsg.records import TaskRecord
+from tsg.states import ACTIVE, TaskStatus
+from tsg.tables import tasks
+
+__all__ = [
+    "Report",
+    "accept",
+    "advance",
+    "beat",
+    "cancel",
+    "claim",
+    "decide",
+    "end_live",
+    "give_up",
+    "has_due",
+    "open_attempt",
+    "report",
+    "start",
+    "step_of",
+]
+
+#: The reason that the ledger is told for an end that was reported.
+_CODES: Final = {
+    TaskStatus.SUCCEEDED: "worker_completed",
+    TaskStatus.FAILED: "worker_failed",
+    TaskStatus.CANCELLED: "caller_cancelled",
+}
+
+
+class Report(NamedTuple):
+    """What came of something done to a step, beside the step itself: what is free now, and words about it."""
+
+    unblocked: list[str]
+    notes: list[str]
+
+
+# -- beginning -------------------------------------------------------------------------------------------
+
+
+def claim(transaction: Transaction, plan: Row[Any], agent: str) -> tuple[str, list[str]] | None:
+    """Open and start the first ready step that is the agent's or nobody's; its key and words, or ``None``."""
+    query = (
+        sa.select(steps)
+        .where(
+            steps.c.plan_pk == plan.pk,
+            reading.ready(transaction.now),
+            sa.or_(steps.c.owner == agent, steps.c.owner.is_(None)),
+        )
+        .order_by(steps.c.number)
+        .limit(1)
+        # Others who claim at the same moment take the next one.
+        .with_for_update(skip_locked=True)
+    )
+    step = transaction.connection.execute(query).first()
+    if step is None:
+        return None
+    return step.key, start(transaction, plan, step, agent=agent)
+
+
+def open_attempt(transaction: Transaction, plan: Row[Any], step: Row[Any], agent: str | None) -> str:
+    """Make a queued attempt of a ready step, which is in progress from then on; its token.
+
+    Raises:
+        StateConflict: the step is not ready, or another agent's.
+    """
+    _require_ready(step, transaction.now)
+    owner = _owner(step, agent)
+    task = transaction.create_task(
+        parent_id=plan.root_id,
+        timeout_seconds=step.timeout_seconds,
+        delivery_required=False,
+        # Without a deadline only its silence can tell that it is gone.
+        expects_heartbeat=step.timeout_seconds is None,
+    )
+    transaction.write_step(
+        step,
+        status=StepStatus.IN_PROGRESS.value,
+        attempt_id=task.id,
+        attempts=step.attempts + 1,
+        owner=owner,
+        due_at=None,
+        output=None,
+    )
+    transaction.write(
+        sa.insert(attempts).values(
+            id=task.id, step_pk=step.pk, number=step.attempts + 1, agent=owner, opened_at=transaction.now
+        )
+    )
+    if plan.status == PlanStatus.PENDING.value:
+        structure.settle(transaction, plan)
+    return task.id
+
+
+def start(
+    transaction: Transaction,
+    plan: Row[Any],
+    step: Row[Any],
+    *,
+    agent: str | None = None,
+    attempt: str | None = None,
+) -> list[str]:
+    """Start the queued attempt of a step, or open one and start it; what was done besides, in words.
+
+    Raises:
+        StateConflict: `attempt` is not the step's, or runs already; or as :func:`open_attempt`.
+    """
+    if step.attempt_id is None:
+        if attempt is not None:
+            raise StateConflict(f"this attempt is over; {step.key} has no live one")
+        open_attempt(transaction, plan, step, agent)
+        step = reading.step_row(transaction.connection, plan, step.key)
+    elif attempt is not None and attempt != step.attempt_id:
+        raise StateConflict(f"this attempt is over; {step.key} has another one")
+    task = transaction.task(step.attempt_id)
+    if task.status != TaskStatus.QUEUED:
+        raise StateConflict(f"{step.key} has been started already; whoever did that has it")
+    transaction.start_task(task.id)
+    owner = _owner(step, agent)
+    notes: list[str] = []
+    columns: dict[str, Any] = {"owner": owner}
+    if step.session_resume is not None and not _is_session(transaction, plan, step.session_resume):
+        columns["session_resume"] = None
+        notes.append("session_resume named a session that is not there, and was cleared")
+    if owner is not None:
+        columns["session_id"] = f"{owner}-{_next_session(transaction, plan, owner)}"
+    transaction.write_step(step, **columns)
+    of_attempt = {"agent": owner, "session_id": columns.get("session_id")}
+    transaction.write(sa.update(attempts).where(attempts.c.id == task.id).values(of_attempt), expected=1)
+    return notes
+
+
+def _require_ready(step: Row[Any], now: float) -> None:
+    if scheduling.is_ready(step.status, step.open_blockers, step.due_at, now):
+        return
+    if step.status == StepStatus.IN_PROGRESS.value:
+        raise StateConflict(f"{step.key} has a live attempt; whoever started that has it")
+    if step.status in AWAITING_DECISION:
+        raise StateConflict(f"{step.key} waits for a decision: retry, reassign, complete or cancel it")
+    if step.status != StepStatus.PENDING.value:
+        raise StateConflict(f"{step.key} is {step.status} already")
+    if step.open_blockers:
+        raise StateConflict(f"{step.key} waits for other steps; its waitingFor names them")
+    raise StateConflict(f"{step.key} waits for its retry; its due_at says when that is due")
+
+
+def _owner(step: Row[Any], agent: str | None) -> str | None:
+    if agent is not None and step.owner is not None and step.owner != agent:
+        raise StateConflict(f"{step.key} is another agent's; update its owner first")
+    owner: str | None = step.owner or agent
+    return owner
+
+
+def _next_session(transaction: Transaction, plan: Row[Any], agent: str) -> int:
+    insert = postgresql.insert if transaction.connection.dialect.name == "postgresql" else sqlite.insert
+    counted: Any = (
+        insert(agents)
+        .values(plan_pk=plan.pk, agent=agent, sessions=1)
+        .on_conflict_do_update(index_elements=["plan_pk", "agent"], set_={"sessions": agents.c.sessions + 1})
+        .returning(agents.c.sessions)
+    )
+    number: int = transaction.connection.execute(counted).scalar_one()
+    return number
+
+
+def _is_session(transaction: Transaction, plan: Row[Any], session: str) -> bool:
+    of_plan = steps.c.plan_pk == plan.pk
+    had = sa.select(steps.c.pk).where(of_plan, steps.c.session_id == session)
+    tried = sa.select(attempts.c.step_pk).join(steps, steps.c.pk == attempts.c.step_pk)
+    tried = tried.where(of_plan, attempts.c.session_id == session)
+    return transaction.connection.execute(sa.union_all(had, tried).limit(1)).first() is not None
+
+
+# -- going on, and ending --------------------------------------------------------------------------------
+
+
+def step_of(connection: Connection, attempt: str) -> tuple[str, str]:
+    """The name of the plan and the key of the step that an attempt is of.
+
+    Raises:
+        TaskNotFound: it is no plan's attempt.
+    """
+    query = (
+        sa.select(plans.c.name, steps.c.key)
+        .select_from(attempts.join(steps, steps.c.pk == attempts.c.step_pk).join(plans, plans.c.pk == steps.c.plan_pk))
+        .where(attempts.c.id == attempt)
+    )
+    found = connection.execute(query).first()
+    if found is None:
+        raise TaskNotFound("no step of a plan has such an attempt")
+    return found[0], found[1]
+
+
+def beat(transaction: Transaction, plan: Row[Any], step: Row[Any], attempt: str | None, output: str | None) -> None:
+    """Vouch for a live attempt, and keep what it has so far; one that nobody has started yet starts by this.
+
+    Raises:
+        StateConflict: it is over, or was never.
+    """
+    live = _live(transaction, step, attempt)
+    if transaction.task(live).status == TaskStatus.QUEUED:
+        start(transaction, plan, step, attempt=live)
+    transaction.heartbeat(live)
+    if output is not None:
+        transaction.write(sa.update(attempts).where(attempts.c.id == live).values(output=output), expected=1)
+        transaction.write_step(step, output=output)
+
+
+def report(
+    transaction: Transaction,
+    plan: Row[Any],
+    step: Row[Any],
+    ended_as: TaskStatus,
+    *,
+    attempt: str | None = None,
+    output: str | None = None,
+    error: str | None = None,
+    learnings: Sequence[str] = (),
+) -> Report:
+    """End an attempt as its agent says; the same once more is a no-op.
+
+    Raises:
+        StateConflict: it has ended otherwise, or is not one of this step's, or there is none.
+    """
+    if attempt is None and step.attempt_id is None:
+        same = (
+            (StepStatus.COMPLETED,) if ended_as == TaskStatus.SUCCEEDED else (StepStatus.FAILED, StepStatus.ESCALATED)
+        )
+        if step.status in same:
+            return Report([], [])
+        raise StateConflict(f"{step.key} is not in progress; start it first")
+    if attempt is not None and attempt != step.attempt_id:
+        if _attempt(transaction, step, attempt).ended_as == ended_as.value:
+            return Report([], [])
+        raise StateConflict(f"this attempt is over and has ended otherwise; {step.key} has gone on without it")
+    task = transaction.task(step.attempt_id)
+    if task.status not in ACTIVE and task.status != ended_as:
+        raise StateConflict(f"this attempt has ended as {task.status.value} already; {step.key} goes on without it")
+    if task.status == TaskStatus.QUEUED:
+        start(transaction, plan, step, attempt=task.id)
+        step = reading.step_row(transaction.connection, plan, step.key)
+        task = transaction.task(task.id)
+    ended = transaction.end_task(task, ended_as, _CODES[ended_as])
+    return fold(transaction, plan, step, ended, output=output, error=error, learnings=learnings)
+
+
+def fold(
+    transaction: Transaction,
+    plan: Row[Any],
+    step: Row[Any],
+    task: TaskRecord,
+    *,
+    output: str | None = None,
+    error: str | None = None,
+    learnings: Sequence[str] = (),
+) -> Report:
+    """Let a step follow from how its attempt has ended, whoever ended it."""
+    assert task.ended_at is not None
+    transaction.settle_delivery(task)
+    left = _attempt(transaction, step, task.id).output if output is None else output
+    if task.status == TaskStatus.TIMED_OUT:
+        error = "timeout"
+    transaction.write(
+        sa.update(attempts)
+        .where(attempts.c.id == task.id, attempts.c.ended_as.is_(None))
+        .values(ended_as=task.status.value, ended_at=task.ended_at, output=left, error=error),
+        expected=1,
+    )
+    situation = _situation(plan, step)._replace(has_output=left is not None)
+    verdict = scheduling.after_ending(situation, task.status, task.ended_at)
+    kept = {"output": left, "error": None if task.status == TaskStatus.SUCCEEDED else error}
+    return _take(transaction, plan, step, verdict, kept, learnings)
+
+
+def _take(
+    transaction: Transaction,
+    plan: Row[Any],
+    step: Row[Any],
+    verdict: Verdict,
+    kept: dict[str, Any],
+    learnings: Sequence[str] = (),
+) -> Report:
+    completes = verdict.status == StepStatus.COMPLETED
+    transaction.write_step(
+        step,
+        status=verdict.status.value,
+        failures=verdict.failures,
+        owner=verdict.owner,
+        fell_back=verdict.fell_back,
+        due_at=verdict.due_at,
+        attempt_id=None,
+        completed_at=transaction.now if completes else None,
+        **kept,
+    )
+    unblocked: list[str] = []
+    if completes:
+        structure.learn(transaction, step, learnings)
+        unblocked = structure.unblock(transaction, step)
+    structure.settle(transaction, plan)
+    return Report(unblocked, [])
+
+
+def _situation(plan: Row[Any], step: Row[Any]) -> Situation:
+    return Situation(
+        policy=reading.policy_of(step),
+        failures=step.failures,
+        owner=step.owner,
+        fallback_agent=step.fallback_agent,
+        fell_back=step.fell_back,
+        partial_ok=step.partial_ok,
+        on_exhausted=OnExhausted(plan.on_exhausted),
+    )
+
+
+def _attempt(transaction: Transaction, step: Row[Any], attempt: str) -> Row[Any]:
+    found = transaction.connection.execute(sa.select(attempts).where(attempts.c.id == attempt)).first()
+    if found is None:
+        raise TaskNotFound("no step of a plan has such an attempt")
+    if found.step_pk != step.pk:
+        raise StateConflict(f"this attempt is none of {step.key}")
+    return found
+
+
+def _live(transaction: Transaction, step: Row[Any], attempt: str | None) -> str:
+    """The token of the step's live attempt, which the given one has to be."""
+    if attempt is not None:
+        _attempt(transaction, step, attempt)
+    if step.attempt_id is None or attempt not in (None, step.attempt_id):
+        raise StateConflict(f"this attempt of {step.key} is over, or there was none; stop, and start it anew")
+    live: str = step.attempt_id
+    return live
+
+
+# -- decisions -------------------------------------------------------------------------------------------
+
+
+def cancel(transaction: Transaction, plan: Row[Any], step: Row[Any], end: StepStatus) -> Report:
+    """Give a step up, as cancelled or as deleted, and its live attempt with it. A no-op where it is so already.
+
+    Raises:
+        StateConflict: it is completed, or deleted.
+    """
+    if step.status == end.value:
+        return Report([], [])
+    if end not in scheduling.STEP_TRANSITIONS[StepStatus(step.status)]:
+        raise StateConflict(f"{step.key} is {step.status} already, and that stays")
+    end_live(transaction, step)
+    transaction.write_step(step, status=end.value, attempt_id=None, due_at=None)
+    unblocked: list[str] = []
+    notes: list[str] = []
+    if end == StepStatus.DELETED:
+        waited, unblocked = structure.detach(transaction, step)
+        if waited:
+            notes.append(f"no longer waiting for {step.key}: {', '.join(waited)}")
+    structure.settle(transaction, plan)
+    return Report(unblocked, notes)
+
+
+def end_live(transaction: Transaction, step: Row[Any]) -> None:
+    """Close the live attempt of a step that is given up, if it has one."""
+    if step.attempt_id is None:
+        return
+    ended = transaction.end_task(transaction.task(step.attempt_id), TaskStatus.CANCELLED, "caller_cancelled")
+    transaction.write(
+        sa.update(attempts)
+        .where(attempts.c.id == step.attempt_id, attempts.c.ended_as.is_(None))
+        .values(ended_as=ended.status.value, ended_at=ended.ended_at),
+        expected=1,
+    )
+
+
+def give_up(transaction: Transaction, plan: Row[Any]) -> None:
+    """Cancel all of a plan that is not completed, and the plan."""
+    query = sa.select(steps).where(steps.c.plan_pk == plan.pk, steps.c.attempt_id.is_not(None))
+    for step in transaction.connection.execute(query.order_by(steps.c.number)).all():
+        end_live(transaction, step)
+    at_rest = (StepStatus.COMPLETED.value, StepStatus.CANCELLED.value, StepStatus.DELETED.value)
+    transaction.write(
+        sa.update(steps)
+        .where(steps.c.plan_pk == plan.pk, steps.c.status.not_in(at_rest))
+        .values(status=StepStatus.CANCELLED.value, attempt_id=None, due_at=None, changed_at=transaction.now)
+    )
+    structure.cancel_plan(transaction, plan)
+
+
+def decide(transaction: Transaction, plan: Row[Any], step: Row[Any], decision: Decision, to: str | None) -> Report:
+    """Carry out what was decided about a step that waits for that.
+
+    Raises:
+        InvalidInput: as :func:`tsg.plan.scheduling.after_decision`.
+        StateConflict: the step waits for no decision.
+    """
+    verdict = scheduling.after_decision(_situation(plan, step), decision, to)
+    _require_waiting(step)
+    return _take(transaction, plan, step, verdict, {})
+
+
+def accept(
+    transaction: Transaction, plan: Row[Any], step: Row[Any], remaining: str | None
+) -> tuple[Report, str | None]:
+    """Complete a partial step; where something remains, with a new step for that, on which its dependents wait too.
+
+    Raises:
+        StateConflict: the step is not partial.
+    """
+    if step.status != StepStatus.PARTIAL.value:
+        raise StateConflict(f"{step.key} is {step.status}; only what is partial can be accepted")
+    key = None
+    if remaining is not None:
+        inherited = {column: getattr(step, column) for column in structure.INHERITED}
+        columns = {
+            **inherited,
+            "subject": remaining,
+            "owner": step.owner,
+            # It goes on with what the first one left.
+            "session_resume": step.session_id,
+        }
+        view = reading.step_views(transaction.connection, [step], transaction.now)[0]
+        links = {"blocked_by": [step.key], "blocks": view["blocks"]}
+        key = structure.add_step(transaction, plan, columns, links)
+    stays = scheduling.after_decision(_situation(plan, step), Decision.COMPLETE)
+    return _take(transaction, plan, step, stays, {}), key
+
+
+def _require_waiting(step: Row[Any]) -> None:
+    if step.status not in AWAITING_DECISION:
+        raise StateConflict(f"{step.key} is {step.status}; only what is escalated, failed or partial is decided on")
+
+
+# -- what the ledger knows already -----------------------------------------------------------------------
+
+
+def has_due(connection: Connection, plan: Row[Any], now: float) -> bool:
+    """Whether an attempt of the plan has ended without having been folded, or is to be timed out."""
+    task = tasks.c
+    over = sa.and_(task.status == TaskStatus.RUNNING, _is_stale(plan, now))
+    query = sa.select(steps.c.pk).join(tasks, task.id == steps.c.attempt_id)
+    query = query.where(_LIVE, steps.c.plan_pk == plan.pk, sa.or_(sa.not_(rules.active(task)), over))
+    return connection.execute(query.limit(1)).first() is not None
+
+
+def advance(transaction: Transaction, plan: Row[Any]) -> list[str]:
+    """Time out the plan's attempts that are due, fold all that have ended; the keys of those that were passed over.
+
+    What can't be acted on, a time in the future or a damaged row, stays as it is and stops nothing else.
+    """
+    # A delivery nobody waits for needs no grace.
+    policy = ReconcilePolicy(active_grace_seconds=plan.grace_seconds, delivery_grace_seconds=0)
+    reconcile.apply(transaction.connection, policy, now=transaction.now, parent_id=plan.root_id, skip_conflicts=True)
+    task = tasks.c
+    times = (task.created_at, task.updated_at, task.delivery_updated_at)
+    sound = sa.and_(rules.sound(task), *(time <= transaction.now for time in times))
+    query = (
+        sa.select(steps, rules.active(task).label("is_active"), sound.label("is_sound"))
+        .join(tasks, task.id == steps.c.attempt_id)
+        .where(_LIVE, steps.c.plan_pk == plan.pk)
+        .where(sa.or_(sa.not_(rules.active(task)), _is_stale(plan, transaction.now)))
+        .order_by(steps.c.number)
+    )
+    passed_over: list[str] = []
+    for step in transaction.connection.execute(query).all():
+        if step.is_active or not step.is_sound:
+            passed_over.append(step.key)
+        else:
+            fold(transaction, plan, step, transaction.task(step.attempt_id))
+            plan = reading.plan_row(transaction.connection, plan.name)
+    return passed_over
+
+
+#: As the index of live attempts has it, word for word.
+_LIVE: Final = sa.text("attempt_id IS NOT NULL")
+
+
+def _is_stale(plan: Row[Any], now: float) -> sa.ColumnElement[bool]:
+    """What reconcile times out, by the plan's own grace."""
+    silent = sa.and_(rules.is_true(tasks.c.expects_heartbeat), tasks.c.updated_at <= now - plan.grace_seconds)
+    return sa.and_(rules.running(tasks.c), sa.or_(tasks.c.deadline_at <= now, silent))

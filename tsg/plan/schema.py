@@ -1,0 +1,188 @@
+"""The plan layer's schema: a history of its own beside the ledger's, on which it stands.
+
+As in :mod:`tsg.schema`, looking needs no Alembic: names and digests are constants, held to the migrations and to the
+tables by tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection, Engine
+
+from tsg import catalog, schema, values
+from tsg.engine import refusing
+from tsg.errors import InvalidInput, LedgerError, SchemaOutdated, SchemaTooNew, StateConflict
+from tsg.migrating import Versions, locked, migration, run
+from tsg.plan.tables import VERSION_TABLE, metadata, version_table
+from tsg.schema import Report
+from tsg.tables import PLAN_PREFIX
+
+__all__ = [
+    "HEAD",
+    "REVISIONS",
+    "VERSIONS",
+    "check",
+    "current",
+    "downgrade",
+    "fault",
+    "include_own_name",
+    "is_exact",
+    "is_present",
+    "revision_named",
+    "upgrade",
+    "verify",
+]
+
+REVISIONS: Final = ("0001",)
+HEAD: Final = REVISIONS[-1]
+
+#: Where the revisions are, and which table says how far they have come.
+VERSIONS: Final = Versions("plan", VERSION_TABLE)
+
+_PART: Final = catalog.Part(catalog.like(PLAN_PREFIX), "", (VERSION_TABLE, *metadata.tables))
+#: Of what makes up the schema at head, as each database words it: see :mod:`tsg.catalog`.
+_HEAD_SHA256: Final = {
+    "sqlite": "771cd3c07162143e676d600bf1b5964c1acdfc294e5072cfece7e732ece9086c",
+    "postgresql": "3b4147412933ae87bbbc41b3607382d595fe6840f4676127fcdf40be5537042f",
+}
+
+
+def is_present(connection: Connection) -> bool:
+    """Whether there is any table of the plan layer."""
+    return any(name.startswith(PLAN_PREFIX) for name in catalog.table_names(connection))
+
+
+def current(connection: Connection) -> Report:
+    """Where the plan layer's schema stands; none is ``None``.
+
+    Raises:
+        StateConflict: its version can't be told.
+    """
+    return Report(adopted=False, current=_revision(connection), head=HEAD)
+
+
+def check(connection: Connection) -> tuple[Report, bool]:
+    """Where the plan layer's schema stands, and whether it is exactly that of head, on a ledger that is."""
+    try:
+        report = current(connection)
+    except StateConflict:
+        report = Report(adopted=False, current=None, head=HEAD)
+    return report, fault(connection) is None and schema.fault(connection) is None
+
+
+def fault(connection: Connection) -> LedgerError | None:
+    """What keeps plans from being used as they stand; ``None`` where the plan layer's schema is exactly at head."""
+    try:
+        revision = _revision(connection)
+    except StateConflict as error:
+        return error
+    if revision is None:
+        return SchemaOutdated("there are no plans in this database yet: run tsg upgrade --plan")
+    if revision not in REVISIONS:
+        return SchemaTooNew("the plans were written by a later release: upgrade this package")
+    if revision != HEAD:
+        return SchemaOutdated("the plans have an older schema: run tsg upgrade --plan")
+    return None if is_exact(connection) else StateConflict("the plans' schema was altered; run tsg check --plan")
+
+
+def is_exact(connection: Connection) -> bool:
+    """Whether the plan layer's part of the schema is that of head, and no more."""
+    return catalog.digest(catalog.statements(connection, _PART)) == _HEAD_SHA256.get(connection.dialect.name)
+
+
+def revision_named(name: object, *, downgrade: bool = False) -> str:
+    """The revision of that name; ``head`` is one too, and ``base`` for a downgrade.
+
+    Raises:
+        InvalidInput: there is none.
+    """
+    written = values.text(name)
+    if written in ("head", "heads"):
+        return HEAD
+    if written is not None and (written in REVISIONS or (downgrade and written == "base")):
+        return written
+    raise InvalidInput("the plan layer has no such revision")
+
+
+def upgrade(target: Engine | Connection, revision: str = HEAD) -> Report:
+    """Bring the plan layer's tables in a database to `revision`, and the ledger's to head, on which they stand.
+
+    On a connection it runs inside the caller's transaction and never commits; on an engine in one of its own.
+
+    Raises:
+        InvalidInput: no such revision.
+        SchemaTooNew: the database is newer than this package.
+        StateConflict: something in the database has a name of ours, but not its shape.
+    """
+    with refusing():
+        return _migrate(target, "upgrade", revision)
+
+
+def downgrade(target: Engine | Connection, revision: str) -> Report:
+    """Take the plan layer's tables back to `revision` (``base``: none); the ledger's stay as they are.
+
+    Raises:
+        InvalidInput: no such revision.
+        StateConflict: there are plans, which the older schema can't hold; nothing is changed.
+    """
+    with refusing():
+        return _migrate(target, "downgrade", revision)
+
+
+def include_own_name(name: str | None, type_: str, parent_names: Any) -> bool:
+    """For our own ``env.py``: whatever else lives in the database is not the plan layer's to compare."""
+    if type_ != "table":
+        return True
+    return name is not None and name.startswith(PLAN_PREFIX) and name != VERSION_TABLE
+
+
+def verify(connection: Connection) -> None:
+    """What must hold at the end of a migration: head is exactly head.
+
+    Raises:
+        StateConflict: something of our name was there before and is not ours.
+    """
+    if _revision(connection) == HEAD and not is_exact(connection):
+        raise StateConflict("something in the database has a name of the plan layer's, but not its shape")
+
+
+def _revision(connection: Connection) -> str | None:
+    names = catalog.table_names(connection)
+    if VERSION_TABLE in names:
+        rows = connection.scalars(sa.select(version_table.c.version_num)).all()
+        if len(rows) > 1:
+            raise StateConflict("the plans' version table has more than one row")
+        if rows:
+            return str(rows[0])
+    if names & set(metadata.tables):
+        raise StateConflict("the plans' tables have no version row; restore it from a backup")
+    return None
+
+
+def _migrate(target: Engine | Connection, direction: str, revision: str) -> Report:
+    if values.is_a(target, Engine):
+        with migration(target) as connection:
+            return _migrate(connection, direction, revision)
+    if not values.is_a(target, Connection):
+        raise InvalidInput("a schema is moved over an Engine or a Connection")
+    if target.dialect.name not in _HEAD_SHA256:
+        raise InvalidInput("plans live in SQLite or PostgreSQL")
+    destination = revision_named(revision, downgrade=direction == "downgrade")
+    with locked(target):
+        if direction == "upgrade":
+            schema.upgrade(target)
+        before = _revision(target)
+        if before is not None and before not in REVISIONS:
+            raise SchemaTooNew("the plans were written by a later release: upgrade this package")
+        stands, goes = (("base", *REVISIONS).index(name or "base") for name in (before, destination))
+        if direction == "downgrade" and goes > stands:
+            raise InvalidInput("the plans' schema is older than that already")
+        if goes > stands if direction == "upgrade" else goes < stands:
+            try:
+                run(target, VERSIONS, direction, destination)
+            except (sa.exc.IntegrityError, sa.exc.DataError):
+                raise StateConflict("a stored row can't be held by the schema; nothing was changed") from None
+        verify(target)
+        return Report(False, _revision(target), HEAD)
