@@ -14,9 +14,9 @@ from typing import Final, NamedTuple
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from tsg.tables import PLAN_PREFIX, PREFIX, VERSION_TABLE, task_events, tasks
+from tsg.tables import PLAN_PREFIX, PLAN_VERSION_TABLE, PREFIX, VERSION_TABLE, task_events, tasks
 
-__all__ = ["LEDGER", "Part", "digest", "like", "namespace", "quoted", "statements", "table_names"]
+__all__ = ["LEDGER", "Part", "digest", "has_plans", "like", "namespace", "quoted", "statements", "table_names"]
 
 
 class Part(NamedTuple):
@@ -126,6 +126,12 @@ def table_names(connection: Connection) -> set[str]:
             connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')").scalars()
         )
     return set(connection.execute(_POSTGRESQL_TABLES, {"schema": namespace(connection)}).scalars())
+
+
+def has_plans(connection: Connection) -> bool:
+    """Whether there is any table of the plan layer; that of its version alone stays behind when all are gone."""
+    names = table_names(connection) - {PLAN_VERSION_TABLE}
+    return any(name.startswith(PLAN_PREFIX) for name in names)
 
 
 def statements(connection: Connection, part: Part = LEDGER) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tsg import doctor
 from tsg.engine import reading, refusing
 from tsg.errors import InvalidInput
@@ -12,9 +14,16 @@ __all__ = ["examine_file"]
 
 
 def examine_file(
-    target: object, *, allow_external_acl: bool = False, progress: Progress | None = None
+    target: object,
+    *,
+    allow_external_acl: bool = False,
+    progress: Progress | None = None,
+    examine: Callable[..., doctor.Report] = doctor.examine,
 ) -> doctor.Report:
     """Doctor's report on a ledger file as it is: of any size, mode and schema, migrated or not.
+
+    Args:
+        examine: what looks at the connection, with `progress`; a layer above may look at more.
 
     Raises:
         InvalidInput: no file there, or one that is not the caller's own.
@@ -26,6 +35,6 @@ def examine_file(
     opened = open_as_it_is(place)
     try:
         with refusing(), reading(opened.engine) as connection:
-            return doctor.examine(connection, progress=progress)
+            return examine(connection, progress=progress)
     finally:
         opened.close()

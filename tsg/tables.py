@@ -21,12 +21,22 @@ from tsg import values
 from tsg.errors import InvalidInput, StateConflict
 from tsg.states import DeliveryStatus, TaskStatus
 
-__all__ = ["PLAN_PREFIX", "PREFIX", "VERSION_TABLE", "metadata", "task_events", "tasks", "version_table"]
+__all__ = [
+    "PLAN_PREFIX",
+    "PLAN_VERSION_TABLE",
+    "PREFIX",
+    "VERSION_TABLE",
+    "metadata",
+    "task_events",
+    "tasks",
+    "version_table",
+]
 
 #: All tables of ours start so, whatever database they live in.
 PREFIX: Final = "tsg_"
-#: The tables of the plan layer, which the ledger does not look at, start so.
+#: The tables of the plan layer, which the ledger does not look at, start so; and where Alembic keeps its revision.
 PLAN_PREFIX: Final = "tsg_plan"
+PLAN_VERSION_TABLE: Final = "tsg_plan_alembic_version"
 #: Where Alembic keeps the ledger's revision; never a host's own ``alembic_version``.
 VERSION_TABLE: Final = "tsg_alembic_version"
 

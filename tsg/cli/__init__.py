@@ -17,7 +17,7 @@ from typing import NoReturn
 import click
 
 import tsg
-from tsg.errors import InvalidInput, LedgerError
+from tsg.errors import DamagedFile, DependencyCycle, InvalidInput, LedgerError
 
 __all__ = ["Answer", "answer", "app", "main"]
 
@@ -36,9 +36,12 @@ COMMANDS: Mapping[str, str] = {
     "downgrade": "tsg.cli.schema",
     "heartbeat": "tsg.cli.ledger",
     "init": "tsg.cli.ledger",
+    "mcp": "tsg.cli.mcp",
+    "plan": "tsg.cli.plan",
     "prune": "tsg.cli.upkeep",
     "reconcile": "tsg.cli.upkeep",
     "start": "tsg.cli.ledger",
+    "step": "tsg.cli.step",
     "upgrade": "tsg.cli.schema",
 }
 
@@ -98,6 +101,10 @@ def _run(arguments: Sequence[str] | None) -> Answer:
         return "", left_early.exit_code
     except click.ClickException:
         return _refusal(InvalidInput.__name__), 2
+    except DependencyCycle as error:
+        return _refusal(type(error).__name__, cycle=error.keys), 2
+    except DamagedFile as error:
+        return _refusal(type(error).__name__, file=error.file), 2
     except LedgerError as error:
         return _refusal(type(error).__name__), 2
     except (KeyboardInterrupt, click.Abort):
@@ -110,5 +117,6 @@ def _run(arguments: Sequence[str] | None) -> Answer:
     return returned if isinstance(returned, tuple) else ("", int(returned or 0))
 
 
-def _refusal(name: str) -> str:
-    return answer({"error": name, "ok": False})[0]
+def _refusal(name: str, **named: object) -> str:
+    # What is named is of a form that can't carry anything else: keys of steps, T-NNN.json.
+    return answer({"error": name, "ok": False, **named})[0]

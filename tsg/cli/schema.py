@@ -17,42 +17,59 @@ _Seen = TypeVar("_Seen")
 
 __all__ = ["check", "current", "downgrade", "upgrade"]
 
+_plan_option = click.option("--plan", "of_plans", is_flag=True, help="The tables of plans, which have their own.")
+
+
+def _history(of_plans: bool) -> Any:
+    """The module of the history that is asked about."""
+    if not of_plans:
+        return schema
+    from tsg.plan import schema as plan_schema
+
+    return plan_schema
+
 
 @click.command()
+@_plan_option
 @click.argument("revision", default="head")
 @click.pass_obj
-def upgrade(place: dict[str, Any], revision: str) -> Answer:
+def upgrade(place: dict[str, Any], of_plans: bool, revision: str) -> Answer:
     """Bring the schema to REVISION (head by default); adopt a file of the published package."""
-    destination = schema.revision_named(revision)
+    history = _history(of_plans)
+    destination = history.revision_named(revision)
     with opening.migration(opening.place_of(**place)) as connection:
-        report = schema.upgrade(connection, destination)
+        report = history.upgrade(connection, destination)
     return answer({"ok": True, "schema": report.to_dict()})
 
 
 @click.command()
+@_plan_option
 @click.argument("revision")
 @click.pass_obj
-def downgrade(place: dict[str, Any], revision: str) -> Answer:
+def downgrade(place: dict[str, Any], of_plans: bool, revision: str) -> Answer:
     """Take the schema back to REVISION (base: none)."""
-    destination = schema.revision_named(revision, downgrade=True)
+    history = _history(of_plans)
+    destination = history.revision_named(revision, downgrade=True)
     with opening.migration(_existing(place)) as connection:
-        report = schema.downgrade(connection, destination)
+        report = history.downgrade(connection, destination)
     return answer({"ok": True, "schema": report.to_dict()})
 
 
 @click.command()
+@_plan_option
 @click.pass_obj
-def current(place: dict[str, Any]) -> Answer:
+def current(place: dict[str, Any], of_plans: bool) -> Answer:
     """Say which revision the schema has."""
-    report = _look(place, schema.current)
+    report: schema.Report = _look(place, _history(of_plans).current)
     return answer({"ok": True, "schema": report.to_dict()})
 
 
 @click.command()
+@_plan_option
 @click.pass_obj
-def check(place: dict[str, Any]) -> Answer:
+def check(place: dict[str, Any], of_plans: bool) -> Answer:
     """Exit 1 where the schema is behind or differs from what its revision says."""
-    report, is_head = _look(place, schema.check)
+    report, is_head = _look(place, _history(of_plans).check)
     return answer({"ok": is_head, "schema": report.to_dict()}, status=0 if is_head else 1)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, NotRequired, cast
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from tsg import doctor, rules
+from tsg import catalog, doctor, rules
 from tsg.engine import DATABASE_ERRORS, contained, refusing, snapshot
 from tsg.listing import Progress
 from tsg.plan import schema
@@ -56,7 +56,7 @@ def examine(target: Connection | Session, *, progress: Progress | None = None) -
         found = cast("Report", doctor.examine(connection, progress=progress))
         try:
             with contained(connection):
-                present = schema.is_present(connection)
+                present = catalog.has_plans(connection)
         except DATABASE_ERRORS:
             return found
         if not present:

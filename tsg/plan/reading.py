@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
@@ -254,7 +253,7 @@ def _step_view(
         blockedBy=[key for key, _ in blockers],
         blocks=dependents,
         owner=row.owner,
-        metadata=json.loads(row.metadata),
+        metadata=row.metadata,
         threadID=row.thread_id,
         timeout_ms=fields.timeout_ms(row.timeout_seconds),
         retry_policy=policy_of(row).to_json(),
@@ -263,7 +262,7 @@ def _step_view(
         session_id=row.session_id,
         session_resume=row.session_resume,
         session_name=row.session_name,
-        params=json.loads(row.params),
+        params=row.params,
         output=row.output,
         error=row.error,
         ready=scheduling.is_ready(row.status, row.open_blockers, row.due_at, now),

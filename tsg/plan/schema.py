@@ -15,9 +15,9 @@ from tsg import catalog, schema, values
 from tsg.engine import refusing
 from tsg.errors import InvalidInput, LedgerError, SchemaOutdated, SchemaTooNew, StateConflict
 from tsg.migrating import Versions, locked, migration, run
-from tsg.plan.tables import VERSION_TABLE, metadata, version_table
+from tsg.plan.tables import metadata, version_table
 from tsg.schema import Report
-from tsg.tables import PLAN_PREFIX
+from tsg.tables import PLAN_PREFIX, PLAN_VERSION_TABLE
 
 __all__ = [
     "HEAD",
@@ -29,7 +29,6 @@ __all__ = [
     "fault",
     "include_own_name",
     "is_exact",
-    "is_present",
     "revision_named",
     "upgrade",
     "verify",
@@ -39,19 +38,14 @@ REVISIONS: Final = ("0001",)
 HEAD: Final = REVISIONS[-1]
 
 #: Where the revisions are, and which table says how far they have come.
-VERSIONS: Final = Versions("plan", VERSION_TABLE)
+VERSIONS: Final = Versions("plan", PLAN_VERSION_TABLE)
 
-_PART: Final = catalog.Part(catalog.like(PLAN_PREFIX), "", (VERSION_TABLE, *metadata.tables))
+_PART: Final = catalog.Part(catalog.like(PLAN_PREFIX), "", (PLAN_VERSION_TABLE, *metadata.tables))
 #: Of what makes up the schema at head, as each database words it: see :mod:`tsg.catalog`.
 _HEAD_SHA256: Final = {
     "sqlite": "771cd3c07162143e676d600bf1b5964c1acdfc294e5072cfece7e732ece9086c",
     "postgresql": "3b4147412933ae87bbbc41b3607382d595fe6840f4676127fcdf40be5537042f",
 }
-
-
-def is_present(connection: Connection) -> bool:
-    """Whether there is any table of the plan layer."""
-    return any(name.startswith(PLAN_PREFIX) for name in catalog.table_names(connection))
 
 
 def current(connection: Connection) -> Report:
@@ -135,7 +129,7 @@ def include_own_name(name: str | None, type_: str, parent_names: Any) -> bool:
     """For our own ``env.py``: whatever else lives in the database is not the plan layer's to compare."""
     if type_ != "table":
         return True
-    return name is not None and name.startswith(PLAN_PREFIX) and name != VERSION_TABLE
+    return name is not None and name.startswith(PLAN_PREFIX) and name != PLAN_VERSION_TABLE
 
 
 def verify(connection: Connection) -> None:
@@ -150,7 +144,7 @@ def verify(connection: Connection) -> None:
 
 def _revision(connection: Connection) -> str | None:
     names = catalog.table_names(connection)
-    if VERSION_TABLE in names:
+    if PLAN_VERSION_TABLE in names:
         rows = connection.scalars(sa.select(version_table.c.version_num)).all()
         if len(rows) > 1:
             raise StateConflict("the plans' version table has more than one row")

@@ -549,13 +549,26 @@ class Plans:
         texts = fields.prose_list(learnings, "a learning")
         return self._report(plan, key, TaskStatus.SUCCEEDED, attempt, output=output, learnings=texts)
 
-    def fail(self, plan: str, key: str, *, attempt: str | None = None, error: str | None = None) -> StepView:
+    def fail(
+        self,
+        plan: str,
+        key: str,
+        *,
+        attempt: str | None = None,
+        error: str | None = None,
+        output: str | None = None,
+    ) -> StepView:
         """Report failure; what becomes of the step is in the answer. The same report once more is a no-op.
+
+        Args:
+            attempt: as for :meth:`complete`.
+            error: why.
+            output: what there is all the same, or where a log is.
 
         Raises:
             StateConflict: as :meth:`complete`.
         """
-        return self._report(plan, key, TaskStatus.FAILED, attempt, error=error)
+        return self._report(plan, key, TaskStatus.FAILED, attempt, output=output, error=error)
 
     def work(
         self,

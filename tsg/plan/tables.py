@@ -10,18 +10,21 @@ which both databases hold whatever is in it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Final
+from typing import Any, Final
 
 import sqlalchemy as sa
+from sqlalchemy.engine import Dialect
+from sqlalchemy.types import TypeDecorator
 
 from tsg.plan.scheduling import Backoff, OnExhausted, PlanStatus, StepStatus
 from tsg.states import TERMINAL
-from tsg.tables import TaskId
+from tsg.tables import PLAN_VERSION_TABLE, TaskId
 
 __all__ = [
-    "VERSION_TABLE",
+    "JsonObject",
     "agents",
     "attempts",
     "dependencies",
@@ -33,9 +36,6 @@ __all__ = [
     "version_table",
 ]
 
-#: Where Alembic keeps the plan layer's revision.
-VERSION_TABLE: Final = "tsg_plan_alembic_version"
-
 metadata: Final = sa.MetaData(
     naming_convention={
         "pk": "pk_%(table_name)s",
@@ -45,6 +45,17 @@ metadata: Final = sa.MetaData(
         "ix": "ix_%(table_name)s_%(column_0_name)s",
     }
 )
+
+
+class JsonObject(TypeDecorator[Any]):
+    """A JSON object, written as the text that :func:`tsg.plan.fields.object_from` makes of it, read as a ``dict``."""
+
+    impl = sa.Text
+    cache_ok = True
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> dict[str, Any] | None:
+        return None if value is None else json.loads(value)  # type: ignore[no-any-return]  # it is one
+
 
 _Key = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
@@ -107,8 +118,8 @@ steps: Final = sa.Table(
     sa.Column("active_form", sa.Text()),
     sa.Column("status", sa.Text(), nullable=False),
     sa.Column("owner", sa.Text()),
-    sa.Column("metadata", sa.Text(), nullable=False),
-    sa.Column("params", sa.Text(), nullable=False),
+    sa.Column("metadata", JsonObject(), nullable=False),
+    sa.Column("params", JsonObject(), nullable=False),
     sa.Column("thread_id", sa.Text()),
     sa.Column("session_name", sa.Text()),
     *_policy(),
@@ -214,8 +225,8 @@ sa.Index("ix_tsg_plan_expected_key", expected.c.key)
 
 #: As Alembic makes it; apart from the metadata, since it is Alembic's to create.
 version_table: Final = sa.Table(
-    VERSION_TABLE,
+    PLAN_VERSION_TABLE,
     sa.MetaData(),
     sa.Column("version_num", sa.String(32), nullable=False),
-    sa.PrimaryKeyConstraint("version_num", name=f"{VERSION_TABLE}_pkc"),
+    sa.PrimaryKeyConstraint("version_num", name=f"{PLAN_VERSION_TABLE}_pkc"),
 )
