@@ -45,7 +45,7 @@ test-lowest:
 	@[ -e $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --upgrade "pip>=25.1"
 	@sed -nE 's/^ *"(sqlalchemy|alembic|click)>=([0-9.]+)",$$/\1==\2/p' pyproject.toml > $(VENV)/lowest.txt
-	$(PIP) install --editable ".[postgresql,async,asyncpg]" --group test --constraint $(VENV)/lowest.txt
+	$(PIP) install --editable ".[postgresql,async,asyncpg,table,mcp]" --group test --constraint $(VENV)/lowest.txt
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(TESTS)
 
 # More of the same as in the suite: rounds of kills and every call refused in turn, values, an hour of load on each
@@ -101,7 +101,7 @@ $(VENV)/.runtime: pyproject.toml hatch_build.py | $(BIN)/python
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.runtime
-	$(PIP) install --editable ".[postgresql,async,asyncpg]" --group test
+	$(PIP) install --editable ".[postgresql,async,asyncpg,table,mcp]" --group test
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.runtime

@@ -123,6 +123,10 @@ def test_the_package_is_typed_and_names_its_version() -> None:
 TREE: dict[str, tuple[type[Exception], ...]] = {
     "LedgerError": (Exception,),
     "InvalidInput": (errors.LedgerError, ValueError),
+    "DependencyCycle": (errors.InvalidInput,),
+    "DamagedFile": (errors.InvalidInput,),
+    "PlanNotFound": (errors.LedgerError, LookupError),
+    "StepNotFound": (errors.LedgerError, LookupError),
     "TaskNotFound": (errors.LedgerError, LookupError),
     "StateConflict": (errors.LedgerError,),
     "SchemaOutdated": (errors.StateConflict,),
@@ -185,11 +189,21 @@ def test_every_public_function_class_and_method_has_a_docstring() -> None:
     assert missing == []
 
 
-def test_every_command_and_option_says_what_it_is_for() -> None:
-    context = click.Context(app)
-    for name in COMMANDS:
-        command = app.get_command(context, name)
+def commands(group: click.Group) -> Iterator[tuple[str, click.Command]]:
+    """All commands of a group, and of the groups in it."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
         assert command is not None
+        yield name, command
+        if isinstance(command, click.Group):
+            yield from commands(command)
+
+
+def test_every_command_and_option_says_what_it_is_for() -> None:
+    found = list(commands(app))
+    assert len(found) > len(COMMANDS)
+    for name, command in found:
         assert command.name == name
         assert (command.help or "").strip(), name
         for parameter in command.params:
@@ -210,12 +224,22 @@ def test_the_ledger_needs_neither_the_orm_nor_alembic_nor_click() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("doctor",), ("create",), ("reconcile",), ("reconcile", "--dry-run"), ("current",), ("check",), ("upgrade",)],
+    [
+        ("doctor",),
+        ("create",),
+        ("reconcile",),
+        ("reconcile", "--dry-run"),
+        ("current",),
+        ("check",),
+        ("upgrade",),
+        ("plan", "list"),
+    ],
     ids=" ".join,
 )
 def test_a_command_on_a_ledger_at_head_imports_neither_the_orm_nor_alembic(
     ledger: tsg.Ledger, path: Path, arguments: tuple[str, ...]
 ) -> None:
+    tsg.Plans(ledger)
     program = (
         "from tsg.cli import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit as left:\n    assert not left.code"
     )

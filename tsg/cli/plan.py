@@ -64,7 +64,7 @@ def plan() -> None:
 
 @plan.command()
 @click.argument("name")
-@click.option("--description", metavar="TEXT")
+@click.option("--description", metavar="TEXT", help="What it is for.")
 @click.option("--delivery-required", is_flag=True, help="Somebody awaits the result, and closes the root's delivery.")
 @click.option(
     "--on-exhausted",

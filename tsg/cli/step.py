@@ -46,15 +46,15 @@ _CLEARED: Final[dict[str, object]] = {
 def _field_options(command: Any) -> Any:
     for option in reversed(
         (
-            click.option("--description", metavar="TEXT"),
+            click.option("--description", metavar="TEXT", help="More about what is to be done."),
             click.option("--active-form", metavar="TEXT", help="The subject while it is being done."),
             click.option("--blocked-by", multiple=True, metavar="KEY", help="What must be completed first."),
             click.option("--blocks", multiple=True, metavar="KEY", help="What has to wait for it."),
             click.option("--owner", metavar="AGENT", help="Who is to do it; by default whoever claims it."),
             click.option("--metadata", metavar="JSON", help="An object."),
             click.option("--params", metavar="JSON", help="An object."),
-            click.option("--thread-id", metavar="ID"),
-            click.option("--session-name", metavar="NAME"),
+            click.option("--thread-id", metavar="ID", help="The conversation that it belongs to."),
+            click.option("--session-name", metavar="NAME", help="The session that its agent is to use."),
             click.option("--session-resume", metavar="SESSION", help="An earlier session to go on from."),
         )
     ):
@@ -90,8 +90,8 @@ def add(place: dict[str, Any], /, plan: str, subject: str, **options: Any) -> An
 @step.command(name="list")
 @click.argument("plan")
 @click.option("--ready", is_flag=True, default=None, help="Those that may be claimed now.")
-@click.option("--status", type=click.Choice([status.value for status in StepStatus]))
-@click.option("--owner", metavar="AGENT")
+@click.option("--status", type=click.Choice([status.value for status in StepStatus]), help="Those of this status.")
+@click.option("--owner", metavar="AGENT", help="Those of this agent.")
 @click.option("--all", "everything", is_flag=True, help="Also those that are completed, cancelled or deleted.")
 @format_option
 @click.pass_obj

@@ -82,7 +82,7 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         table.add_column(heading, overflow="fold")
     for row in rows:
         table.add_row(*(Text(_shown(cell), style=_COLOURS.get(cell, "")) for cell in row))
-    console = Console(width=max(shutil.get_terminal_size((120, 24)).columns, 60), file=click.get_text_stream("stdout"))
+    console = Console(width=max(shutil.get_terminal_size((120, 24)).columns, 60))
     with console.capture() as captured:
         console.print(table)
     return "\n".join(line.rstrip() for line in captured.get().rstrip("\n").splitlines())

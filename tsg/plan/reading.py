@@ -277,7 +277,7 @@ def _step_view(
 def plan_view(connection: Connection, plan: Row[Any], now: float) -> PlanView:
     """A plan as callers see it."""
     by_status = sa.select(steps.c.status, sa.func.count()).where(steps.c.plan_pk == plan.pk).group_by(steps.c.status)
-    counts: dict[str, int] = dict(connection.execute(by_status).tuples().all())
+    counts: dict[str, int] = {row[0]: row[1] for row in connection.execute(by_status)}
     count_ready = sa.select(sa.func.count()).select_from(steps).where(steps.c.plan_pk == plan.pk, ready(now))
     return PlanView(
         name=plan.name,

@@ -54,7 +54,7 @@ class JsonObject(TypeDecorator[Any]):
     cache_ok = True
 
     def process_result_value(self, value: str | None, dialect: Dialect) -> dict[str, Any] | None:
-        return None if value is None else json.loads(value)  # type: ignore[no-any-return]  # it is one
+        return None if value is None else json.loads(value)
 
 
 _Key = sa.BigInteger().with_variant(sa.Integer(), "sqlite")

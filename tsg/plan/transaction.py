@@ -46,7 +46,8 @@ class Transaction:
         Raises:
             StateConflict: it changed another number of rows than was expected.
         """
-        written = self.connection.execute(statement).rowcount
+        # Unasked, not every driver tells how many rows an INSERT made.
+        written = self.connection.execute(statement, execution_options={"preserve_rowcount": True}).rowcount
         if expected is not None and written != expected:
             raise StateConflict("another writer changed the plan at the same moment; try again", retriable=True)
         return written
