@@ -33,6 +33,15 @@ def command_name() -> str | None:
     return None if command is None else str(command[0].__name__)
 
 
+def moves() -> bool:
+    """Whether the command takes the schema somewhere, and does not only look."""
+    try:
+        context.get_revision_argument()
+    except KeyError:
+        return False
+    return True
+
+
 def connections() -> AbstractContextManager[Connection]:
     given = config.attributes.get("connection")
     if isinstance(given, Connection):
@@ -62,7 +71,7 @@ def run(connection: Connection) -> None:
         compare_type=True,
         transactional_ddl=True,
     )
-    if OF_PLANS and command_name() == "upgrade":
+    if OF_PLANS and moves():
         schema.upgrade(connection)
     with context.begin_transaction():
         context.run_migrations()
