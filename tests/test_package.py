@@ -18,7 +18,7 @@ import pytest
 
 import tsg as package
 from tests.conftest import tsg
-from tsg import migrating, schema
+from tsg import schema
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -143,7 +143,7 @@ def test_the_sdist_holds_what_a_packager_needs(shipped: Shipped) -> None:
 
 
 def test_an_installed_package_finds_its_migrations_inside_itself(shipped: Shipped, tmp_path: Path) -> None:
-    folder = installed_python(shipped, "from tsg import migrating; print(migrating.migrations_folder())", tmp_path)
+    folder = installed_python(shipped, "from tsg import schema; print(schema.migrations_folder())", tmp_path)
     assert Path(folder) == (shipped.installed / "tsg" / "migrations").resolve()
 
 
@@ -201,7 +201,7 @@ def test_alembic_works_with_the_ini_that_the_wheel_brings_along(shipped: Shipped
 
 
 def test_an_editable_install_finds_the_migrations_of_the_checkout() -> None:
-    assert migrating.migrations_folder() == ROOT / "migrations"
+    assert schema.migrations_folder() == ROOT / "migrations"
     assert not (ROOT / "tsg" / "migrations").exists()
 
 

@@ -14,7 +14,7 @@ from sqlalchemy.engine import Connection, Engine
 from tsg import catalog, published, values
 from tsg.engine import refusing
 from tsg.errors import InvalidInput, LedgerError, SchemaOutdated, SchemaTooNew, StateConflict
-from tsg.migrating import Versions, locked, migration, run
+from tsg.migrating import Versions, locked, migration, migrations_folder, run
 from tsg.tables import PLAN_PREFIX, PREFIX, VERSION_TABLE, version_table
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "include_own_name",
     "is_exact",
     "may_migrate",
+    "migrations_folder",
     "record",
     "require_known",
     "revision_named",

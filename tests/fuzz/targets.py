@@ -428,7 +428,7 @@ EXEMPT: Final[dict[str, str]] = {
     ),
     "tsg.Base": "abstract: the declarative base",
     "tsg.Task.events =": "what is no list SQLAlchemy itself refuses, by its type alone, before the model is asked",
-    "tsg.migrating.migrations_folder": "takes no argument and looks at no ledger",
+    "tsg.schema.migrations_folder": "takes no argument and looks at no ledger",
 }
 
 

@@ -27,7 +27,7 @@ def opened(place: dict[str, Any], *, read_only: bool = False) -> Iterator[Plans]
 
 def given_only(**options: Any) -> dict[str, Any]:
     """The options that were given: neither missing, nor a flag that is not set, nor a list without members."""
-    return {name: value for name, value in options.items() if value not in (None, False, ())}
+    return {name: value for name, value in options.items() if not any(value is none for none in (None, False, ()))}
 
 
 def policy_options(command: Any) -> Any:
