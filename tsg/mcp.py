@@ -317,14 +317,9 @@ class _Session:
         )
 
     def list(self, asked: _TaskList) -> dict[str, object]:
-        passed_over = self._plans.advance(self._plan).passed_over
+        # These advance the plan themselves, and so does a claim.
         found = self._plans.steps(self._plan, **asked.given())
-        answer: dict[str, object] = {
-            "steps": [{name: value for name, value in step.items() if name in _SHOWN} for step in found]
-        }
-        if passed_over:
-            answer["passedOver"] = passed_over
-        return answer
+        return {"steps": [{name: value for name, value in step.items() if name in _SHOWN} for step in found]}
 
     def get(self, asked: _TaskGet) -> StepView:
         self._advance()

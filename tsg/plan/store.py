@@ -10,7 +10,7 @@ from sqlalchemy.engine import Connection, Row
 
 from tsg import values
 from tsg.engine import refusing, require_transaction
-from tsg.errors import InvalidInput, StateConflict
+from tsg.errors import InvalidInput, LedgerError, StateConflict
 from tsg.ledger import Ledger
 from tsg.plan import attempts, doctor, fields, reading, schema, structure, work
 from tsg.plan.reading import Graph, Learning, PlanView, StepView
@@ -457,7 +457,7 @@ class Plans:
         named = fields.agent(agent)
 
         def take(transaction: Transaction) -> StepView | None:
-            row = self._enter(transaction, fields.name(plan, "a plan's name"))
+            row, _ = self._enter(transaction, fields.name(plan, "a plan's name"))
             if row.status in CLOSED_PLANS:
                 return None
             found = attempts.claim(transaction, row, named)
@@ -481,7 +481,7 @@ class Plans:
             attempts.open_attempt(transaction, row, step, named)
             return self._step_view(transaction, row, step.key)
 
-        return self._on_step(plan, key, ask, advanced=True)
+        return self._begin_step(plan, key, ask)
 
     def start(self, plan: str, key: str, *, agent: str | None = None, attempt: str | None = None) -> StepView:
         """Start a step's queued attempt, or open one and start it; the deadline runs from now.
@@ -500,7 +500,7 @@ class Plans:
             notes = attempts.start(transaction, row, step, agent=named, attempt=token)
             return self._step_view(transaction, row, step.key, attempts.Report([], notes))
 
-        return self._on_step(plan, key, begin, advanced=True)
+        return self._begin_step(plan, key, begin)
 
     def heartbeat(self, attempt: str, *, output: str | None = None) -> StepView:
         """Vouch for a live attempt; from the first time on its silence counts.
@@ -629,35 +629,49 @@ class Plans:
         key: str,
         do: Callable[[Transaction, Row[Any], Row[Any]], _Answer],
         *,
-        advanced: bool = False,
         lock: str = "own",
     ) -> _Answer:
-        """Do something to a step.
-
-        Args:
-            advanced: once the plan is advanced.
-            lock: of the plan; see :func:`tsg.plan.reading.plan_row`.
-        """
+        """Do something to a step, with that lock on its plan; see :func:`tsg.plan.reading.plan_row`."""
         named, step_key = fields.name(plan, "a plan's name"), fields.key(key)
 
         def on(transaction: Transaction) -> _Answer:
-            enter = self._enter if advanced else lambda *_: reading.plan_row(transaction.connection, named, lock)
-            row = enter(transaction, named)
+            row = reading.plan_row(transaction.connection, named, lock)
             return do(transaction, row, reading.step_row(transaction.connection, row, step_key, lock=True))
 
         return self._write(on)
 
-    def _enter(self, transaction: Transaction, named: str) -> Row[Any]:
-        """The plan, advanced where there is need to, and locked no more than that takes."""
+    def _begin_step(self, plan: str, key: str, do: Callable[[Transaction, Row[Any], Row[Any]], StepView]) -> StepView:
+        """Advance a plan and begin with a step of it; that it was advanced stays where the step is refused."""
+        named, step_key = fields.name(plan, "a plan's name"), fields.key(key)
+
+        def on(transaction: Transaction) -> StepView | LedgerError:
+            row, advanced = self._enter(transaction, named)
+            if not advanced:
+                return do(transaction, row, reading.step_row(transaction.connection, row, step_key, lock=True))
+            try:
+                with transaction.connection.begin_nested():
+                    return do(transaction, row, reading.step_row(transaction.connection, row, step_key, lock=True))
+            except LedgerError as refused:
+                if isinstance(refused, StateConflict) and refused.retriable:
+                    raise
+                return refused
+
+        found = self._write(on)
+        if isinstance(found, LedgerError):
+            raise found
+        return found
+
+    def _enter(self, transaction: Transaction, named: str) -> tuple[Row[Any], bool]:
+        """The plan, advanced where there is need to, and locked no more than that takes; and whether it was."""
         row = reading.plan_row(transaction.connection, named)
         due = attempts.has_due(transaction.connection, row, transaction.glance())
         # The first to begin changes the plan too; others only change its steps, beside each other.
         alone = due or row.status == PlanStatus.PENDING.value
         row = reading.plan_row(transaction.connection, named, "own" if alone else "shared")
-        if due and row.status not in CLOSED_PLANS:
+        if due:
             attempts.advance(transaction, row)
             row = reading.plan_row(transaction.connection, named)
-        return row
+        return row, due
 
     def _advance_if_due(self, named: str) -> None:
         def is_due(transaction: Transaction) -> bool:
