@@ -50,7 +50,7 @@ SUBJECTS = (
     "classDef a fill:#fff;",
     'click s0 "javascript:alert(1)"',
     "fa:fa-car www.example.com https://example.com a@example.com",
-    "ﬂ°°60¶ß",  # noqa: RUF001  # how Mermaid keeps entities
+    "ﬂ°°60¶ß",
     "Straße, 100 °C, x--y a-b -c- d-",
     "   spaced   out   ",
     "日本語 😀 👩\u200d💻 e\u0301",
@@ -128,7 +128,7 @@ def read_mermaid(document: str) -> Picture:
 def html_of(piece: str) -> str:
     """What a browser shows of a line in a label, in which nothing means anything to Markdown."""
     plain = re.sub(r"<\w+>", "", piece)
-    assert re.search(r"[\x00-\x1f!\"#$%&()*+.:;<=>@\[\\\]^_`{|}~\u2028\u2029ﬂ¶]", plain) is None, plain  # noqa: RUF001
+    assert re.search(r"[\x00-\x1f!\"#$%&()*+.:;<=>@\[\\\]^_`{|}~\u2028\u2029ﬂ¶]", plain) is None, plain
     assert re.search(r"(?<!\w)-|-(?!\w)", plain) is None, plain
     return re.sub(r"<(\w+)>", lambda match: html.unescape(f"&{'#' * match[1].isdigit()}{match[1]};"), piece)
 
@@ -241,7 +241,7 @@ def test_text_does_nothing_to_a_terminal() -> None:
 def test_text_has_one_line_a_step_whatever_the_subject(subject: str) -> None:
     text = render(chain(subject, "the next"), "text")
     assert len(text.splitlines()) == 2
-    assert text.encode().decode().isprintable() or re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", text) is None
+    assert re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", text) is None
 
 
 @pytest.mark.parametrize("form", [None, "", "MERMAID", "svg", 3, b"dot"])
