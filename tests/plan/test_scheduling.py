@@ -200,9 +200,9 @@ def test_the_delays_are_these_to_the_second(policy: RetryPolicy, delays: list[fl
 def test_no_number_of_attempts_makes_a_delay_longer_than_its_cap(
     policy: RetryPolicy, longest: float, retry: int
 ) -> None:
-    begun = time.perf_counter()
+    begun = time.process_time()
     assert policy.delay(retry) == longest
-    assert time.perf_counter() - begun < 0.1
+    assert time.process_time() - begun < 0.1
 
 
 def test_a_delay_never_shrinks_from_one_retry_to_the_next_and_is_always_a_number() -> None:
@@ -273,6 +273,11 @@ def test_a_policy_takes_numbers_that_are_written_as_text_and_makes_exact_types_o
         RetryPolicy(backoff=Words("cubic"))
 
 
+def shown(value: object) -> str:
+    """As `repr`, but for what has another address in each process."""
+    return "an object" if type(value) is object else repr(value)
+
+
 BAD_NUMBERS = [
     -1,
     -0.1,
@@ -292,14 +297,14 @@ BAD_NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize("bad", BAD_NUMBERS, ids=repr)
+@pytest.mark.parametrize("bad", BAD_NUMBERS, ids=shown)
 @pytest.mark.parametrize("name", ["base_seconds", "factor", "cap_seconds"])
 def test_a_policy_refuses_seconds_and_factors_that_are_none(name: str, bad: Any) -> None:
     with pytest.raises(InvalidInput):
         RetryPolicy(**{name: bad})
 
 
-@pytest.mark.parametrize("bad", [*BAD_NUMBERS, None, 1.5, 3.0, "3", b"3", 2**31], ids=repr)
+@pytest.mark.parametrize("bad", [*BAD_NUMBERS, None, 1.5, 3.0, "3", b"3", 2**31], ids=shown)
 def test_a_policy_refuses_a_count_that_is_no_whole_number(bad: Any) -> None:
     with pytest.raises(InvalidInput):
         RetryPolicy(count=bad)
@@ -503,9 +508,9 @@ def test_a_hundred_thousand_steps_and_a_chain_of_five_thousand_are_put_in_order(
     chain = {step: [step - 1] if step else [] for step in range(5_000)}
     assert scheduling.in_order(chain, named) == list(range(5_000))
     many = {step: [chance.randrange(step) for _ in range(2)] if step else [] for step in range(100_000)}
-    begun = time.perf_counter()
+    begun = time.process_time()
     assert_ordered(scheduling.in_order(many, named), many)
-    assert time.perf_counter() - begun < 5
+    assert time.process_time() - begun < 10
 
 
 def test_a_cycle_of_five_thousand_is_named_whole() -> None:

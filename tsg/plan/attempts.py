@@ -195,36 +195,46 @@ def _is_session(transaction: Transaction, plan: Row[Any], session: str) -> bool:
 # -- going on, and ending --------------------------------------------------------------------------------
 
 
-def step_of(connection: Connection, attempt: str) -> tuple[str, str]:
+def step_of(transaction: Transaction, attempt: str) -> tuple[str, str]:
     """The name of the plan and the key of the step that an attempt is of.
 
     Raises:
         TaskNotFound: it is no plan's attempt.
+        StateConflict: the plan was removed, and its attempt is over.
     """
     query = (
         sa.select(plans.c.name, steps.c.key)
         .select_from(attempts.join(steps, steps.c.pk == attempts.c.step_pk).join(plans, plans.c.pk == steps.c.plan_pk))
         .where(attempts.c.id == attempt)
     )
-    found = connection.execute(query).first()
+    found = transaction.connection.execute(query).first()
     if found is None:
-        raise TaskNotFound("no step of a plan has such an attempt")
+        if transaction.task(attempt).status in ACTIVE:
+            raise TaskNotFound("no step of a plan has such an attempt")
+        raise StateConflict("this attempt is over, and so is its plan; stop")
     return found[0], found[1]
 
 
-def beat(transaction: Transaction, plan: Row[Any], step: Row[Any], attempt: str | None, output: str | None) -> None:
+def beat(
+    transaction: Transaction, plan: Row[Any], step: Row[Any], attempt: str | None, output: str | None
+) -> list[str]:
     """Vouch for a live attempt, and keep what it has so far; one that nobody has started yet starts by this.
+
+    Returns:
+        What was done besides, in words.
 
     Raises:
         StateConflict: it is over, or was never.
     """
     live = _live(transaction, step, attempt)
+    notes: list[str] = []
     if transaction.task(live).status == TaskStatus.QUEUED:
-        start(transaction, plan, step, attempt=live)
+        notes = start(transaction, plan, step, attempt=live)
     transaction.heartbeat(live)
     if output is not None:
         transaction.write(sa.update(attempts).where(attempts.c.id == live).values(output=output), expected=1)
         transaction.write_step(step, output=output)
+    return notes
 
 
 def report(
@@ -257,12 +267,14 @@ def report(
     task = transaction.task(step.attempt_id)
     if task.status not in ACTIVE and task.status != ended_as:
         raise StateConflict(f"this attempt has ended as {task.status.value} already; {step.key} goes on without it")
+    notes: list[str] = []
     if task.status == TaskStatus.QUEUED:
-        start(transaction, plan, step, attempt=task.id)
+        notes = start(transaction, plan, step, attempt=task.id)
         step = reading.step_row(transaction.connection, plan, step.key)
         task = transaction.task(task.id)
     ended = transaction.end_task(task, ended_as, _CODES[ended_as])
-    return fold(transaction, plan, step, ended, output=output, error=error, learnings=learnings)
+    found = fold(transaction, plan, step, ended, output=output, error=error, learnings=learnings)
+    return found._replace(notes=notes)
 
 
 def fold(
@@ -291,6 +303,25 @@ def fold(
     verdict = scheduling.after_ending(situation, task.status, task.ended_at)
     kept = {"output": left, "error": None if task.status == TaskStatus.SUCCEEDED else error}
     return _take(transaction, plan, step, verdict, kept, learnings)
+
+
+def _fold_without_task(transaction: Transaction, plan: Row[Any], step: Row[Any]) -> None:
+    """Let a step follow from an attempt that the ledger has let go of before it was folded.
+
+    How it ended nobody knows any more. That it did is known, since nothing else is let go of; and a success is never
+    guessed.
+    """
+    attempt = _attempt(transaction, step, step.attempt_id)
+    ended_as, reason = TaskStatus.TIMED_OUT, "the ledger was pruned of this attempt before it was looked at"
+    transaction.write(
+        sa.update(attempts)
+        .where(attempts.c.id == step.attempt_id, attempts.c.ended_as.is_(None))
+        .values(ended_as=ended_as.value, ended_at=transaction.now, error=reason),
+        expected=1,
+    )
+    situation = _situation(plan, step)._replace(has_output=attempt.output is not None)
+    verdict = scheduling.after_ending(situation, ended_as, transaction.now)
+    _take(transaction, plan, step, verdict, {"output": attempt.output, "error": reason})
 
 
 def _take(
@@ -436,8 +467,7 @@ def accept(
             # It goes on with what the first one left.
             "session_resume": step.session_id,
         }
-        view = reading.step_views(transaction.connection, [step], transaction.now)[0]
-        links = {"blocked_by": [step.key], "blocks": view["blocks"]}
+        links = {"blocked_by": [step.key], "blocks": structure.waiting_for(transaction, step)}
         key = structure.add_step(transaction, plan, columns, links)
     stays = scheduling.after_decision(_situation(plan, step), Decision.COMPLETE)
     return _take(transaction, plan, step, stays, {}), key
@@ -453,11 +483,7 @@ def _require_waiting(step: Row[Any]) -> None:
 
 def has_due(connection: Connection, plan: Row[Any], now: float) -> bool:
     """Whether an attempt of the plan has ended without having been folded, or is to be timed out."""
-    task = tasks.c
-    over = sa.and_(task.status == TaskStatus.RUNNING, _is_stale(plan, now))
-    query = sa.select(steps.c.pk).join(tasks, task.id == steps.c.attempt_id)
-    query = query.where(_LIVE, steps.c.plan_pk == plan.pk, sa.or_(sa.not_(rules.active(task)), over))
-    return connection.execute(query.limit(1)).first() is not None
+    return connection.execute(_due(plan, now).limit(1)).first() is not None
 
 
 def advance(transaction: Transaction, plan: Row[Any]) -> list[str]:
@@ -471,21 +497,29 @@ def advance(transaction: Transaction, plan: Row[Any]) -> list[str]:
     task = tasks.c
     times = (task.created_at, task.updated_at, task.delivery_updated_at)
     sound = sa.and_(rules.sound(task), *(time <= transaction.now for time in times))
-    query = (
-        sa.select(steps, rules.active(task).label("is_active"), sound.label("is_sound"))
-        .join(tasks, task.id == steps.c.attempt_id)
-        .where(_LIVE, steps.c.plan_pk == plan.pk)
-        .where(sa.or_(sa.not_(rules.active(task)), _is_stale(plan, transaction.now)))
-        .order_by(steps.c.number)
+    is_gone = task.id.is_(None).label("is_gone")
+    query = _due(plan, transaction.now).add_columns(
+        rules.active(task).label("is_active"), sound.label("is_sound"), is_gone
     )
     passed_over: list[str] = []
-    for step in transaction.connection.execute(query).all():
-        if step.is_active or not step.is_sound:
+    for step in transaction.connection.execute(query.order_by(steps.c.number)).all():
+        if step.is_gone:
+            _fold_without_task(transaction, plan, step)
+        elif step.is_active or not step.is_sound:
             passed_over.append(step.key)
+            continue
         else:
             fold(transaction, plan, step, transaction.task(step.attempt_id))
-            plan = reading.plan_row(transaction.connection, plan.name)
+        plan = reading.plan_row(transaction.connection, plan.name)
     return passed_over
+
+
+def _due(plan: Row[Any], now: float) -> sa.Select[Any]:
+    """The steps in progress whose attempts have ended, are gone from the ledger, or are to be timed out."""
+    task = tasks.c
+    over = sa.or_(task.id.is_(None), sa.not_(rules.active(task)), _is_stale(plan, now))
+    query = sa.select(steps).outerjoin(tasks, task.id == steps.c.attempt_id)
+    return query.where(_LIVE, steps.c.plan_pk == plan.pk, over)
 
 
 #: As the index of live attempts has it, word for word.

@@ -170,7 +170,7 @@ def settings(given: Mapping[str, object], defaults: Mapping[str, Any]) -> dict[s
     columns: dict[str, Any] = {}
     if "timeout_seconds" in given:
         seconds = given["timeout_seconds"]
-        columns["timeout_seconds"] = None if seconds is None else values.non_negative(seconds, "a timeout") or None
+        columns["timeout_seconds"] = None if seconds is None else _timeout(seconds)
     if "retry_policy" in given:
         if any(field in given for field in _POLICY):
             raise InvalidInput("give a retry policy as a whole or by its parts, not both")
@@ -221,7 +221,14 @@ def timeout_ms(seconds: float | None) -> int | float | None:
     if seconds is None:
         return None
     milliseconds = round(seconds * 1000, 6)
-    return int(milliseconds) if math.isfinite(milliseconds) and milliseconds.is_integer() else milliseconds
+    return int(milliseconds) if milliseconds.is_integer() else milliseconds
+
+
+def _timeout(given: object) -> float | None:
+    seconds = values.non_negative(given, "a timeout")
+    if not math.isfinite(seconds * 1000):
+        raise InvalidInput("a timeout must be finite in milliseconds too")
+    return seconds or None
 
 
 def _columns(policy: RetryPolicy) -> dict[str, Any]:

@@ -363,7 +363,7 @@ def _store(transaction: Transaction, name: str, found: Mapping[str, _Step], wait
     plan = reading.plan_row(connection, name, "own")
     connection.execute(sa.insert(steps), [_row(transaction, plan, step) for step in found.values()])
     of_plan = sa.select(steps.c.key, steps.c.pk).where(steps.c.plan_pk == plan.pk)
-    pks = dict(connection.execute(of_plan).tuples().all())
+    pks: dict[str, int] = {row.key: row.pk for row in connection.execute(of_plan)}
     _insert(
         connection,
         dependencies,

@@ -145,6 +145,10 @@ class Graph(NamedTuple):
     edges: tuple[Edge, ...]
 
 
+#: As many steps as are looked up one by one.
+_FEW: Final = 100
+
+
 def plan_row(connection: Connection, name: str, lock: str | None = None) -> Row[Any]:
     """The plan of that name.
 
@@ -228,8 +232,9 @@ def step_views(connection: Connection, rows: Sequence[Row[Any]], now: float) -> 
     """Steps of one plan as callers see them."""
     if not rows:
         return []
-    # One step is looked up by itself; of several, the whole plan is read at once.
-    among = steps.c.pk == rows[0].pk if len(rows) == 1 else steps.c.plan_pk == rows[0].plan_pk
+    # Few steps are looked up by themselves; for many, the whole plan is read at once.
+    few = len(rows) <= _FEW
+    among = steps.c.pk.in_([row.pk for row in rows]) if few else steps.c.plan_pk == rows[0].plan_pk
     blockers: defaultdict[int, list[tuple[str, str]]] = defaultdict(list)
     for step, key, status in connection.execute(_blockers().where(among)):
         blockers[step].append((key, status))

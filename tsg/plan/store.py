@@ -48,6 +48,12 @@ class _Left(str):
 INHERIT: Final[Any] = _Left()
 
 
+def _said(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that were given; keys as lists, since an iterator can be gone through once only."""
+    said = {field: value for field, value in given.items() if value is not INHERIT}
+    return said | {link: fields.keys(said[link]) for link in fields.LINKS if link in said}
+
+
 class Ready(list[StepView]):
     """The steps that may be claimed now.
 
@@ -309,7 +315,7 @@ class Plans:
             "session_name": session_name,
             "session_resume": session_resume,
         }
-        said = {field: value for field, value in given.items() if value is not INHERIT}
+        said = _said(given)
         # Before anything is looked at.
         fields.step_fields(said, dict.fromkeys(structure.INHERITED) | {"retries": 0, "backoff": "fixed"})
 
@@ -319,9 +325,6 @@ class Plans:
             key = structure.add_step(transaction, row, columns, links)
             return self._step_view(transaction, row, key)
 
-        # What is an iterator is read once, however often the transaction is tried.
-        for link in ("blocked_by", "blocks"):
-            said[link] = fields.keys(said[link])
         return self._on_plan(plan, add)
 
     def update(self, plan: str, key: str, **given: Any) -> StepView:
@@ -333,10 +336,7 @@ class Plans:
             StateConflict: the plan is closed or the step deleted, a new owner while the old one is at work, or more to
                 wait for where a step runs or has ended.
         """
-        said = {field: value for field, value in given.items() if value is not INHERIT}
-        for link in fields.LINKS:
-            if link in said:
-                said[link] = fields.keys(said[link])
+        said = _said(given)
         fields.step_fields(said, dict.fromkeys(structure.INHERITED) | {"retries": 0, "backoff": "fixed"})
 
         def change(transaction: Transaction, row: Row[Any], step: Row[Any]) -> StepView:
@@ -513,7 +513,7 @@ class Plans:
             StateConflict: it is over; whoever works on it should stop.
         """
         token = values.canonical_id(attempt)
-        plan, key = self._read(lambda transaction: attempts.step_of(transaction.connection, token))
+        plan, key = self._read(lambda transaction: attempts.step_of(transaction, token))
         return self.heartbeat_step(plan, key, attempt=token, output=output)
 
     def heartbeat_step(self, plan: str, key: str, *, attempt: str | None = None, output: str | None = None) -> StepView:
@@ -522,8 +522,8 @@ class Plans:
         so_far = fields.optional_prose(output, "an output")
 
         def vouch(transaction: Transaction, row: Row[Any], step: Row[Any]) -> StepView:
-            attempts.beat(transaction, row, step, token, so_far)
-            return self._step_view(transaction, row, step.key)
+            notes = attempts.beat(transaction, row, step, token, so_far)
+            return self._step_view(transaction, row, step.key, attempts.Report([], notes))
 
         return self._on_step(plan, key, vouch, lock="shared")
 

@@ -32,6 +32,7 @@ __all__ = [
     "require_open",
     "settle",
     "unblock",
+    "waiting_for",
 ]
 
 #: The columns of a step that a plan has for all that say nothing else.
@@ -220,6 +221,19 @@ def unblock(transaction: Transaction, step: Row[Any]) -> list[str]:
     waiting = sa.select(dependencies.c.step_pk).where(dependencies.c.blocker_pk == step.pk)
     transaction.write(sa.update(steps).where(steps.c.pk.in_(waiting)).values(open_blockers=steps.c.open_blockers - 1))
     return _free(transaction, steps.c.pk.in_(waiting))
+
+
+def waiting_for(transaction: Transaction, step: Row[Any]) -> list[str]:
+    """The keys of what waits for a step, or will once it is there; what has ended all the same waits no more."""
+    waiting = [status.value for status in _WAITING]
+    dependents = (
+        sa.select(steps.c.key)
+        .join(dependencies, dependencies.c.step_pk == steps.c.pk)
+        .where(dependencies.c.blocker_pk == step.pk, steps.c.status.in_(waiting))
+        .order_by(steps.c.number)
+    )
+    to_come = sa.select(expected.c.key).where(expected.c.blocker_pk == step.pk).order_by(expected.c.key)
+    return [*_column(transaction, dependents), *_column(transaction, to_come)]
 
 
 def detach(transaction: Transaction, step: Row[Any]) -> tuple[list[str], list[str]]:
