@@ -524,7 +524,7 @@ def _merged(view: Mapping[str, Any], source: Mapping[str, Any], unchanged: set[s
     word = _STANDS_FOR.get(status, status.value)
     if source and source.get("status", _PENDING) == word:
         unchanged = {*unchanged, "status"}
-    now = {**view, "status": word, "metadata": _plain(view["metadata"])}
+    now = {**view, "status": word}
     document = {**source, **{field: now[field] for field in (*_FORM, *_BESIDE) if field not in unchanged}}
     metadata = document.get("metadata") or {}
     exact = status.value if status in _STANDS_FOR else None

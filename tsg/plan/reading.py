@@ -232,17 +232,20 @@ def step_views(connection: Connection, rows: Sequence[Row[Any]], now: float) -> 
     """Steps of one plan as callers see them."""
     if not rows:
         return []
-    # Few steps are looked up by themselves; for many, the whole plan is read at once.
     few = len(rows) <= _FEW
-    among = steps.c.pk.in_([row.pk for row in rows]) if few else steps.c.plan_pk == rows[0].plan_pk
+    among: dict[str, Any] = {"steps": [row.pk for row in rows]} if few else {"plan": rows[0].plan_pk}
+    asked = _about(few)
     blockers: defaultdict[int, list[tuple[str, str]]] = defaultdict(list)
-    for step, key, status in connection.execute(_blockers().where(among)):
+    for step, key, status in connection.execute(asked.blockers, among):
         blockers[step].append((key, status))
     dependents: defaultdict[int, list[str]] = defaultdict(list)
-    for query in (_dependents(), _expected()):
-        for blocker, key in connection.execute(query.where(among)):
+    for query in (asked.dependents, asked.expected):
+        for blocker, key in connection.execute(query, among):
             dependents[blocker].append(key)
-    texts = _learnings(connection, among)
+    texts: defaultdict[int, list[str]] = defaultdict(list)
+    for query in (asked.left, asked.handed):
+        for row in sorted(connection.execute(query, among).all(), key=lambda row: row.pk):
+            texts[row[0]].append(row.text)
     return [_step_view(row, blockers[row.pk], dependents[row.pk], texts[row.pk], now) for row in rows]
 
 
@@ -355,48 +358,39 @@ def _step(lock: bool) -> sa.Select[Any]:
     return query.with_for_update() if lock else query
 
 
-@cache
-def _blockers() -> sa.Select[Any]:
-    """For each step what it waits for, in the order in which that was given."""
-    blocker = steps.alias("blocker")
-    joined = steps.join(dependencies, dependencies.c.step_pk == steps.c.pk)
-    return (
-        sa.select(steps.c.pk, blocker.c.key, blocker.c.status)
-        .select_from(joined.join(blocker, blocker.c.pk == dependencies.c.blocker_pk))
-        .order_by(steps.c.pk, dependencies.c.place, blocker.c.number)
-    )
+class _About(NamedTuple):
+    """What is asked about steps beside their rows; each answer begins with the key of a step's row.
+
+    Attributes:
+        blockers: what it waits for, in the order in which that was given.
+        dependents: what waits for it.
+        expected: what will.
+        left: what completing it has taught.
+        handed: what all on which a step in progress depends, directly or not, have taught.
+    """
+
+    blockers: sa.Select[Any]
+    dependents: sa.Select[Any]
+    expected: sa.Select[Any]
+    left: sa.Select[Any]
+    handed: sa.Select[Any]
 
 
 @cache
-def _dependents() -> sa.Select[Any]:
-    """For each step what waits for it."""
-    dependent = steps.alias("dependent")
-    joined = steps.join(dependencies, dependencies.c.blocker_pk == steps.c.pk)
-    return (
-        sa.select(steps.c.pk, dependent.c.key)
-        .select_from(joined.join(dependent, dependent.c.pk == dependencies.c.step_pk))
-        .order_by(steps.c.pk, dependent.c.number)
-    )
+def _about(few: bool) -> _About:
+    """The questions about few steps, the parameter ``steps``, or about all of a plan, the parameter ``plan``.
 
-
-@cache
-def _expected() -> sa.Select[Any]:
-    return (
-        sa.select(steps.c.pk, expected.c.key)
-        .select_from(steps.join(expected, expected.c.blocker_pk == steps.c.pk))
-        .order_by(steps.c.pk, expected.c.key)
-    )
-
-
-def _learnings(connection: Connection, among: sa.ColumnElement[bool]) -> defaultdict[int, list[str]]:
-    """For each of these steps what it left, or what it was handed."""
-    own = sa.select(learnings.c.step_pk, learnings.c.pk, learnings.c.text).select_from(
-        learnings.join(steps, steps.c.pk == learnings.c.step_pk)
-    )
+    Few are looked up by themselves; for many, the whole plan is read at once.
+    """
+    these, plan = sa.bindparam("steps", expanding=True), sa.bindparam("plan")
+    among: sa.ColumnElement[bool] = steps.c.pk.in_(these) if few else steps.c.plan_pk == plan
+    blocker, dependent = steps.alias("blocker"), steps.alias("dependent")
+    waits = steps.join(dependencies, dependencies.c.step_pk == steps.c.pk)
+    is_waited_for = steps.join(dependencies, dependencies.c.blocker_pk == steps.c.pk)
     # From each step in progress up to all that it depends on; a way that was gone is not gone again.
     walk = (
         sa.select(dependencies.c.step_pk.label("start"), dependencies.c.blocker_pk.label("reached"))
-        .select_from(dependencies.join(steps, steps.c.pk == dependencies.c.step_pk))
+        .select_from(waits)
         .where(among, steps.c.status == StepStatus.IN_PROGRESS.value)
         .cte("walk", recursive=True)
     )
@@ -405,11 +399,23 @@ def _learnings(connection: Connection, among: sa.ColumnElement[bool]) -> default
             walk.join(dependencies, dependencies.c.step_pk == walk.c.reached)
         )
     )
-    handed = sa.select(walk.c.start, learnings.c.pk, learnings.c.text).select_from(
-        walk.join(learnings, learnings.c.step_pk == walk.c.reached)
+    return _About(
+        blockers=sa.select(steps.c.pk, blocker.c.key, blocker.c.status)
+        .select_from(waits.join(blocker, blocker.c.pk == dependencies.c.blocker_pk))
+        .where(among)
+        .order_by(steps.c.pk, dependencies.c.place, blocker.c.number),
+        dependents=sa.select(steps.c.pk, dependent.c.key)
+        .select_from(is_waited_for.join(dependent, dependent.c.pk == dependencies.c.step_pk))
+        .where(among)
+        .order_by(steps.c.pk, dependent.c.number),
+        expected=sa.select(steps.c.pk, expected.c.key)
+        .select_from(steps.join(expected, expected.c.blocker_pk == steps.c.pk))
+        .where(among)
+        .order_by(steps.c.pk, expected.c.key),
+        left=sa.select(learnings.c.step_pk, learnings.c.pk, learnings.c.text)
+        .select_from(learnings.join(steps, steps.c.pk == learnings.c.step_pk))
+        .where(among),
+        handed=sa.select(walk.c.start, learnings.c.pk, learnings.c.text).select_from(
+            walk.join(learnings, learnings.c.step_pk == walk.c.reached)
+        ),
     )
-    found: defaultdict[int, list[str]] = defaultdict(list)
-    for query in (own.where(among), handed):
-        for row in sorted(connection.execute(query).all(), key=lambda row: row.pk):
-            found[row[0]].append(row.text)
-    return found
