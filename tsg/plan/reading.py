@@ -382,7 +382,8 @@ def _about(few: bool) -> _About:
 
     Few are looked up by themselves; for many, the whole plan is read at once.
     """
-    these, plan = sa.bindparam("steps", expanding=True), sa.bindparam("plan")
+    these: sa.BindParameter[Any] = sa.bindparam("steps", expanding=True)
+    plan: sa.BindParameter[Any] = sa.bindparam("plan")
     among: sa.ColumnElement[bool] = steps.c.pk.in_(these) if few else steps.c.plan_pk == plan
     blocker, dependent = steps.alias("blocker"), steps.alias("dependent")
     waits = steps.join(dependencies, dependencies.c.step_pk == steps.c.pk)
