@@ -49,6 +49,13 @@ _CODES: Final = {
 }
 
 
+#: How an attempt has ended that the ledger was pruned of before it was folded.
+_LET_GO: Final[dict[str, Any]] = {
+    "ended_as": TaskStatus.TIMED_OUT.value,
+    "error": "the ledger was pruned of this attempt before it was looked at",
+}
+
+
 class Report(NamedTuple):
     """What came of something done to a step, beside the step itself: what is free now, and words about it."""
 
@@ -264,7 +271,10 @@ def report(
         if _attempt(transaction, step, attempt).ended_as == ended_as.value:
             return Report([], [])
         raise StateConflict(f"this attempt is over and has ended otherwise; {step.key} has gone on without it")
-    task = transaction.task(step.attempt_id)
+    try:
+        task = transaction.task(step.attempt_id)
+    except TaskNotFound:
+        raise StateConflict("this attempt is over, and the ledger has let go of it already") from None
     if task.status not in ACTIVE and task.status != ended_as:
         raise StateConflict(f"this attempt has ended as {task.status.value} already; {step.key} goes on without it")
     notes: list[str] = []
@@ -293,12 +303,8 @@ def fold(
     left = _attempt(transaction, step, task.id).output if output is None else output
     if task.status == TaskStatus.TIMED_OUT:
         error = "timeout"
-    transaction.write(
-        sa.update(attempts)
-        .where(attempts.c.id == task.id, attempts.c.ended_as.is_(None))
-        .values(ended_as=task.status.value, ended_at=task.ended_at, output=left, error=error),
-        expected=1,
-    )
+    ended = {"ended_as": task.status.value, "ended_at": task.ended_at, "output": left, "error": error}
+    _end_attempt(transaction, task.id, ended)
     situation = _situation(plan, step)._replace(has_output=left is not None)
     verdict = scheduling.after_ending(situation, task.status, task.ended_at)
     kept = {"output": left, "error": None if task.status == TaskStatus.SUCCEEDED else error}
@@ -312,16 +318,16 @@ def _fold_without_task(transaction: Transaction, plan: Row[Any], step: Row[Any])
     guessed.
     """
     attempt = _attempt(transaction, step, step.attempt_id)
-    ended_as, reason = TaskStatus.TIMED_OUT, "the ledger was pruned of this attempt before it was looked at"
-    transaction.write(
-        sa.update(attempts)
-        .where(attempts.c.id == step.attempt_id, attempts.c.ended_as.is_(None))
-        .values(ended_as=ended_as.value, ended_at=transaction.now, error=reason),
-        expected=1,
-    )
+    _end_attempt(transaction, step.attempt_id, _LET_GO | {"ended_at": transaction.now})
     situation = _situation(plan, step)._replace(has_output=attempt.output is not None)
-    verdict = scheduling.after_ending(situation, ended_as, transaction.now)
-    _take(transaction, plan, step, verdict, {"output": attempt.output, "error": reason})
+    verdict = scheduling.after_ending(situation, TaskStatus.TIMED_OUT, transaction.now)
+    _take(transaction, plan, step, verdict, {"output": attempt.output, "error": _LET_GO["error"]})
+
+
+def _end_attempt(transaction: Transaction, attempt: str, ended: dict[str, Any]) -> None:
+    """Keep how an attempt has ended, once."""
+    still_open = sa.update(attempts).where(attempts.c.id == attempt, attempts.c.ended_as.is_(None))
+    transaction.write(still_open.values(ended), expected=1)
 
 
 def _take(
@@ -412,13 +418,15 @@ def end_live(transaction: Transaction, step: Row[Any]) -> None:
     """Close the live attempt of a step that is given up, if it has one."""
     if step.attempt_id is None:
         return
-    ended = transaction.end_task(transaction.task(step.attempt_id), TaskStatus.CANCELLED, "caller_cancelled")
-    transaction.write(
-        sa.update(attempts)
-        .where(attempts.c.id == step.attempt_id, attempts.c.ended_as.is_(None))
-        .values(ended_as=ended.status.value, ended_at=ended.ended_at),
-        expected=1,
-    )
+    try:
+        task = transaction.task(step.attempt_id)
+    except TaskNotFound:
+        # The ledger has let go of it.
+        ended: dict[str, Any] = _LET_GO | {"ended_at": transaction.now}
+    else:
+        task = transaction.end_task(task, TaskStatus.CANCELLED, "caller_cancelled")
+        ended = {"ended_as": task.status.value, "ended_at": task.ended_at}
+    _end_attempt(transaction, step.attempt_id, ended)
 
 
 def give_up(transaction: Transaction, plan: Row[Any]) -> None:
@@ -444,7 +452,7 @@ def decide(transaction: Transaction, plan: Row[Any], step: Row[Any], decision: D
     """
     verdict = scheduling.after_decision(_situation(plan, step), decision, to)
     _require_waiting(step)
-    return _take(transaction, plan, step, verdict, {})
+    return _take(transaction, plan, step, verdict, _settled(verdict))
 
 
 def accept(
@@ -470,7 +478,12 @@ def accept(
         links = {"blocked_by": [step.key], "blocks": structure.waiting_for(transaction, step)}
         key = structure.add_step(transaction, plan, columns, links)
     stays = scheduling.after_decision(_situation(plan, step), Decision.COMPLETE)
-    return _take(transaction, plan, step, stays, {}), key
+    return _take(transaction, plan, step, stays, _settled(stays)), key
+
+
+def _settled(verdict: Verdict) -> dict[str, Any]:
+    """What is completed after all has no error any more."""
+    return {"error": None} if verdict.status == StepStatus.COMPLETED else {}
 
 
 def _require_waiting(step: Row[Any]) -> None:

@@ -17,7 +17,7 @@ Nothing here knows a database or a clock. All times are seconds since the epoch.
 from __future__ import annotations
 
 import graphlib
-import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -238,9 +238,7 @@ def after_ending(situation: Situation, ended_as: TaskStatus, ended_at: float) ->
     if failures <= situation.policy.count:
         due_at = ended_at + situation.policy.delay(failures)
         # A delay can be longer than there is time.
-        return stays._replace(
-            status=StepStatus.PENDING, failures=failures, due_at=due_at if math.isfinite(due_at) else ended_at
-        )
+        return stays._replace(status=StepStatus.PENDING, failures=failures, due_at=min(due_at, sys.float_info.max))
     if situation.fallback_agent is not None and not situation.fell_back and situation.fallback_agent != situation.owner:
         return Verdict(StepStatus.PENDING, 0, situation.fallback_agent, True)
     end = StepStatus.FAILED if situation.on_exhausted == OnExhausted.FAIL else StepStatus.ESCALATED

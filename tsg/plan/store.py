@@ -431,7 +431,7 @@ class Plans:
             found = attempts.decide(transaction, row, step, chosen, agent)
             return self._step_view(transaction, row, step.key, found)
 
-        return self._on_step(plan, key, carry_out)
+        return self._on_advanced_step(plan, key, carry_out, alone=True)
 
     def accept(self, plan: str, key: str, *, remaining: str | None = None) -> StepView:
         """Complete a partial step; ``followUp`` is the step that does what is `remaining`, and is waited for too.
@@ -448,7 +448,7 @@ class Plans:
                 view["followUp"] = follow_up
             return view
 
-        return self._on_step(plan, key, take)
+        return self._on_advanced_step(plan, key, take, alone=True)
 
     # -- attempts --------------------------------------------------------------------------------------
 
@@ -481,7 +481,7 @@ class Plans:
             attempts.open_attempt(transaction, row, step, named)
             return self._step_view(transaction, row, step.key)
 
-        return self._begin_step(plan, key, ask)
+        return self._on_advanced_step(plan, key, ask)
 
     def start(self, plan: str, key: str, *, agent: str | None = None, attempt: str | None = None) -> StepView:
         """Start a step's queued attempt, or open one and start it; the deadline runs from now.
@@ -500,7 +500,7 @@ class Plans:
             notes = attempts.start(transaction, row, step, agent=named, attempt=token)
             return self._step_view(transaction, row, step.key, attempts.Report([], notes))
 
-        return self._begin_step(plan, key, begin)
+        return self._on_advanced_step(plan, key, begin)
 
     def heartbeat(self, attempt: str, *, output: str | None = None) -> StepView:
         """Vouch for a live attempt; from the first time on its silence counts.
@@ -513,6 +513,7 @@ class Plans:
             StateConflict: it is over; whoever works on it should stop.
         """
         token = values.canonical_id(attempt)
+        fields.optional_prose(output, "an output")
         plan, key = self._read(lambda transaction: attempts.step_of(transaction, token))
         return self.heartbeat_step(plan, key, attempt=token, output=output)
 
@@ -640,12 +641,23 @@ class Plans:
 
         return self._write(on)
 
-    def _begin_step(self, plan: str, key: str, do: Callable[[Transaction, Row[Any], Row[Any]], StepView]) -> StepView:
-        """Advance a plan and begin with a step of it; that it was advanced stays where the step is refused."""
+    def _on_advanced_step(
+        self,
+        plan: str,
+        key: str,
+        do: Callable[[Transaction, Row[Any], Row[Any]], StepView],
+        *,
+        alone: bool = False,
+    ) -> StepView:
+        """Advance a plan and do something to a step of it; that it was advanced stays where the step is refused.
+
+        Args:
+            alone: others keep their hands off the plan meanwhile.
+        """
         named, step_key = fields.name(plan, "a plan's name"), fields.key(key)
 
         def on(transaction: Transaction) -> StepView | LedgerError:
-            row, advanced = self._enter(transaction, named)
+            row, advanced = self._enter(transaction, named, alone=alone)
             if not advanced:
                 return do(transaction, row, reading.step_row(transaction.connection, row, step_key, lock=True))
             try:
@@ -661,12 +673,12 @@ class Plans:
             raise found
         return found
 
-    def _enter(self, transaction: Transaction, named: str) -> tuple[Row[Any], bool]:
+    def _enter(self, transaction: Transaction, named: str, *, alone: bool = False) -> tuple[Row[Any], bool]:
         """The plan, advanced where there is need to, and locked no more than that takes; and whether it was."""
         row = reading.plan_row(transaction.connection, named)
         due = attempts.has_due(transaction.connection, row, transaction.glance())
         # The first to begin changes the plan too; others only change its steps, beside each other.
-        alone = due or row.status == PlanStatus.PENDING.value
+        alone = alone or due or row.status == PlanStatus.PENDING.value
         row = reading.plan_row(transaction.connection, named, "own" if alone else "shared")
         if due:
             attempts.advance(transaction, row)
@@ -692,7 +704,7 @@ class Plans:
             found = attempts.cancel(transaction, row, step, end)
             return self._step_view(transaction, row, step.key, found)
 
-        return self._on_step(plan, key, give_up)
+        return self._on_advanced_step(plan, key, give_up, alone=True)
 
     def _report(
         self,
