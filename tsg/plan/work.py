@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from tsg import values
 from tsg.errors import InvalidInput, LedgerError, StateConflict
 from tsg.plan import fields
-from tsg.plan.reading import StepView
+from tsg.plan.reading import PlanView, StepView
 
-if TYPE_CHECKING:
-    from tsg.plan.store import Plans
-
-__all__ = ["Work", "working"]
+__all__ = ["Reporting", "Work", "interval_of", "working"]
 
 #: Of a plan's grace, how much may pass between heartbeats: at most, and by default.
 _MOST_OF_GRACE: Final = 0.5
 _USUAL_PART: Final = 0.25
+
+
+class Reporting(Protocol):
+    """What an attempt needs of :class:`tsg.Plans`, each in a transaction of its own."""
+
+    def show(self, plan: str) -> PlanView:
+        """See :meth:`tsg.Plans.show`."""
+
+    def start(self, plan: str, key: str, *, agent: str | None, attempt: str | None) -> StepView:
+        """See :meth:`tsg.Plans.start`."""
+
+    def heartbeat(self, attempt: str, *, output: str | None = None) -> StepView:
+        """See :meth:`tsg.Plans.heartbeat`."""
+
+    def complete(
+        self, plan: str, key: str, *, attempt: str | None, learnings: Sequence[str], output: str | None
+    ) -> StepView:
+        """See :meth:`tsg.Plans.complete`."""
+
+    def fail(self, plan: str, key: str, *, attempt: str | None, error: str | None) -> StepView:
+        """See :meth:`tsg.Plans.fail`."""
 
 
 class Work:
@@ -30,7 +48,7 @@ class Work:
         attempt: the token.
     """
 
-    def __init__(self, plans: Plans, step: StepView) -> None:
+    def __init__(self, plans: Reporting, step: StepView) -> None:
         assert step["attempt"] is not None
         self._plans = plans
         self._over = threading.Event()
@@ -73,7 +91,7 @@ class Work:
 
 @contextmanager
 def working(
-    plans: Plans,
+    plans: Reporting,
     plan: str,
     key: str,
     *,
