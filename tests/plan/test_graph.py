@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import debian
@@ -161,6 +161,7 @@ def test_every_subject_shows_as_the_characters_that_it_is(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", READERS)
+@settings(deadline=None)
 @given(subject=st.text(min_size=1))
 def test_any_text_at_all_shows_as_the_characters_that_it_is(form: str, subject: str) -> None:
     graph = chain(subject, "the next")
@@ -237,6 +238,7 @@ def test_text_does_nothing_to_a_terminal() -> None:
     assert "日本語 😀 👩\u200d💻 e\u0301" in lines[SUBJECTS.index("日本語 😀 👩\u200d💻 e\u0301")]
 
 
+@settings(deadline=None)
 @given(subject=st.text(min_size=1))
 def test_text_has_one_line_a_step_whatever_the_subject(subject: str) -> None:
     text = render(chain(subject, "the next"), "text")

@@ -18,10 +18,13 @@ from tsg.errors import InvalidInput
 from tsg.plan.scheduling import RetryPolicy
 
 __all__ = [
+    "DEEPEST",
+    "EXACT_STATUS",
     "JSON_NAMES",
     "LINKS",
     "agent",
     "from_json",
+    "is_deeper",
     "key",
     "keys",
     "name",
@@ -41,6 +44,10 @@ __all__ = [
 _LONGEST_NAME: Final = 200
 _LONGEST_TEXT: Final = 1_000_000
 _MOST: Final = 100_000
+#: How deep lists and objects may stand in each other: what one Python can read, another may not.
+DEEPEST: Final = 100
+#: In a file's metadata, the exact status of a step where the form has no word for it; nobody else's name there.
+EXACT_STATUS: Final = "tsg_status"
 
 _KEY: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\u2028\u2029]")
@@ -130,12 +137,26 @@ def object_from(value: object, what: str) -> str:
     try:
         written = json.dumps(value, allow_nan=False, separators=(",", ":"))
         # What came in with other keys than text would come out with them changed.
-        same: bool = json.loads(written) == value
+        again = json.loads(written)
+        same: bool = again == value
     except Exception:
         raise InvalidInput(refused) from None
-    if not same or len(written) > _LONGEST_TEXT:
+    if not same or len(written) > _LONGEST_TEXT or is_deeper(again, DEEPEST - 1):
         raise InvalidInput(refused)
     return written
+
+
+def is_deeper(document: Any, depth: int) -> bool:
+    """Whether lists and objects stand deeper in each other than that."""
+    level: list[Any] = [document]
+    for _ in range(depth):
+        level = [
+            member
+            for several in level
+            if isinstance(several, (dict, list))
+            for member in (several.values() if isinstance(several, dict) else several)
+        ]
+    return any(isinstance(member, (dict, list)) for member in level)
 
 
 def parsed(text: str | bytes) -> Any:
@@ -266,6 +287,12 @@ def _optional(check: Callable[[object], str]) -> Callable[[object], str | None]:
     return lambda value: None if value is None else check(value)
 
 
+def _metadata(value: object) -> str:
+    if isinstance(value, Mapping) and EXACT_STATUS in value:
+        raise InvalidInput("metadata may not have tsg_status, by which files tell a step's exact status")
+    return object_from({} if value is None else value, "metadata")
+
+
 def _subject(value: object) -> str:
     written = prose(value, "a subject")
     if not written.strip():
@@ -279,7 +306,7 @@ _PLAIN: Final[Mapping[str, Callable[[object], Any]]] = MappingProxyType(
         "description": lambda value: optional_prose(value, "a description"),
         "active_form": lambda value: optional_prose(value, "an active form"),
         "owner": _optional(agent),
-        "metadata": lambda value: object_from({} if value is None else value, "metadata"),
+        "metadata": _metadata,
         "params": lambda value: object_from({} if value is None else value, "params"),
         "thread_id": lambda value: optional_prose(value, "a thread's id"),
         "session_name": lambda value: optional_prose(value, "a session's name"),

@@ -25,7 +25,7 @@ from tsg import values
 from tsg.errors import DamagedFile, InvalidInput, StateConflict
 from tsg.plan import fields, reading, scheduling, structure
 from tsg.plan.reading import Learning, PlanView
-from tsg.plan.scheduling import DEFAULT_TIMEOUT_SECONDS, OnExhausted, StepStatus
+from tsg.plan.scheduling import DEFAULT_GRACE_SECONDS, DEFAULT_TIMEOUT_SECONDS, OnExhausted, StepStatus
 from tsg.plan.tables import agents, dependencies, expected, steps
 from tsg.plan.transaction import Transaction
 
@@ -36,10 +36,6 @@ __all__ = ["Exported", "Imported", "export_folder", "import_folder", "learnings_
 
 #: The most bytes of a step's file.
 _LARGEST: Final = 16 * 1024 * 1024
-#: How deep lists and objects may stand in each other: what one Python can read, another may not.
-_DEEPEST: Final = 100
-#: As for every plan that is made by hand.
-_GRACE_SECONDS: Final = 600.0
 
 _FILE: Final = re.compile(r"(T-[0-9]{3,})\.json\Z")
 _KEY: Final = re.compile(r"T-([0-9]{3,9})\Z")
@@ -59,7 +55,6 @@ _STANDS_FOR: Final[Mapping[StepStatus, str]] = MappingProxyType(
         StepStatus.CANCELLED: _DELETED,
     }
 )
-_EXACT: Final = "tsg_status"
 
 _PYTHON_NAMES: Final = {json_name: python_name for python_name, json_name in fields.JSON_NAMES.items()}
 #: The columns of a field that are not just its name.
@@ -248,21 +243,9 @@ def _document(content: bytes) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise InvalidInput("a step must be a JSON object")
     # Few have as many brackets at all.
-    if text.count("{") + text.count("[") > _DEEPEST and _is_deeper(document, _DEEPEST):
+    if text.count("{") + text.count("[") > fields.DEEPEST and fields.is_deeper(document, fields.DEEPEST):
         raise InvalidInput("objects and lists stand too deep in each other")
     return document
-
-
-def _is_deeper(document: Any, depth: int) -> bool:
-    level: list[Any] = [document]
-    for _ in range(depth):
-        level = [
-            member
-            for several in level
-            if isinstance(several, (dict, list))
-            for member in (several.values() if isinstance(several, dict) else several)
-        ]
-    return any(isinstance(member, (dict, list)) for member in level)
 
 
 def _step(key: str, document: dict[str, Any]) -> _Step:
@@ -300,11 +283,11 @@ def _status(document: Mapping[str, Any]) -> StepStatus:
     if word not in _STATUSES:
         raise InvalidInput(f"its status must be one of: {', '.join(_STATUSES)}")
     metadata = document.get("metadata")
-    if isinstance(metadata, dict) and _EXACT in metadata:
+    if isinstance(metadata, dict) and fields.EXACT_STATUS in metadata:
         for status, stands_for in _STANDS_FOR.items():
-            if metadata[_EXACT] == status.value and stands_for == word:
+            if metadata[fields.EXACT_STATUS] == status.value and stands_for == word:
                 return status
-        raise InvalidInput(f"{_EXACT} in its metadata does not fit its status")
+        raise InvalidInput(f"{fields.EXACT_STATUS} in its metadata does not fit its status")
     return StepStatus.PENDING if word == _IN_PROGRESS else StepStatus(word)
 
 
@@ -313,7 +296,7 @@ def _was_in_progress(step: _Step) -> bool:
 
 
 def _plain(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in metadata.items() if name != _EXACT}
+    return {name: value for name, value in metadata.items() if name != fields.EXACT_STATUS}
 
 
 def _number(key: str) -> int | None:
@@ -355,7 +338,7 @@ def _store(transaction: Transaction, name: str, found: Mapping[str, _Step], wait
         **_DEFAULTS,
         "description": None,
         "on_exhausted": OnExhausted.ESCALATE.value,
-        "grace_seconds": _GRACE_SECONDS,
+        "grace_seconds": DEFAULT_GRACE_SECONDS,
         "next_number": _following(found),
     }
     structure.create_plan(transaction, name, settings, delivery_required=False)
@@ -528,8 +511,8 @@ def _merged(view: Mapping[str, Any], source: Mapping[str, Any], unchanged: set[s
     document = {**source, **{field: now[field] for field in (*_FORM, *_BESIDE) if field not in unchanged}}
     metadata = document.get("metadata") or {}
     exact = status.value if status in _STANDS_FOR else None
-    if metadata.get(_EXACT) != exact:
-        document["metadata"] = _plain(metadata) if exact is None else {**metadata, _EXACT: exact}
+    if metadata.get(fields.EXACT_STATUS) != exact:
+        document["metadata"] = _plain(metadata) if exact is None else {**metadata, fields.EXACT_STATUS: exact}
     return document
 
 

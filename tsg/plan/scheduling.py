@@ -32,6 +32,7 @@ __all__ = [
     "AWAITING_DECISION",
     "CLOSED_PLANS",
     "DEFAULT_CAP_SECONDS",
+    "DEFAULT_GRACE_SECONDS",
     "DEFAULT_RETRIES",
     "DEFAULT_TIMEOUT_SECONDS",
     "STEP_TRANSITIONS",
@@ -54,6 +55,7 @@ __all__ = [
 #: Of a plan that is made by hand.
 DEFAULT_TIMEOUT_SECONDS: Final = 120.0
 DEFAULT_RETRIES: Final = 3
+DEFAULT_GRACE_SECONDS: Final = 600.0
 #: The longest delay before a retry where a policy names none.
 DEFAULT_CAP_SECONDS: Final = 3600.0
 

@@ -16,6 +16,7 @@ from tsg.plan import attempts, doctor, fields, reading, schema, structure, work
 from tsg.plan.reading import Graph, Learning, PlanView, StepView
 from tsg.plan.scheduling import (
     CLOSED_PLANS,
+    DEFAULT_GRACE_SECONDS,
     DEFAULT_RETRIES,
     DEFAULT_TIMEOUT_SECONDS,
     Decision,
@@ -30,9 +31,6 @@ from tsg.states import Clock, TaskStatus
 __all__ = ["Plans", "Ready"]
 
 _Answer = TypeVar("_Answer")
-
-#: How long an attempt that sends heartbeats may be silent, unless a plan says otherwise.
-_GRACE_SECONDS: Final = 600.0
 
 
 class _Left(str):
@@ -130,7 +128,7 @@ class Plans:
         cap_seconds: float | None = None,
         fallback_agent: str | None = None,
         partial_ok: bool = False,
-        grace_seconds: float = _GRACE_SECONDS,
+        grace_seconds: float = DEFAULT_GRACE_SECONDS,
     ) -> PlanView:
         """Make a plan, without steps.
 
