@@ -22,9 +22,11 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session
 
 import tsg
+import tsg.plan
 from tests.fuzz.hostile import Value
 from tsg import states
 from tsg.cli import COMMANDS, app
+from tsg.plan.tables import metadata
 
 QUEUED: Final = "00000000-0000-4000-8000-000000000001"
 RUNNING: Final = "00000000-0000-4000-8000-000000000002"
@@ -34,6 +36,24 @@ DELIVERED: Final = "00000000-0000-4000-8000-000000000005"
 CHILD: Final = "00000000-0000-4000-8000-000000000006"
 UNKNOWN: Final = "ffffffff-ffff-4fff-bfff-ffffffffffff"
 TASKS: Final = (QUEUED, RUNNING, ENDED, INTERNAL, DELIVERED, CHILD)
+
+#: The plan that has a step of every kind; one with a step that has failed, and it with that; and one that is completed.
+PLAN: Final = "the release"
+FAILED_PLAN: Final = "a failed one"
+COMPLETED_PLAN: Final = "a completed one"
+#: The steps of :data:`PLAN` by what they are.
+STEPS: Final = {
+    "completed": "T-001",
+    "in progress": "T-002",
+    "queued": "T-003",
+    "pending": "T-004",
+    "blocked": "T-005",
+    "partial": "T-006",
+    "escalated": "T-007",
+    "cancelled": "T-008",
+    "deleted": "T-009",
+    "to be tried again": "T-010",
+}
 
 #: Stands for what only an open ledger can give: its connection, one of its tasks.
 REAL: Final = Value("the real one", lambda: REAL)
@@ -56,6 +76,59 @@ def fill(ledger: tsg.Ledger, clock: Any) -> None:
         ledger.close_task(identifier, "succeeded", code="completed")
     ledger.set_delivery(DELIVERED, "delivered", code="transport_acknowledged")
     clock.now = 2_000.0
+
+
+def fill_plans(plans: tsg.Plans, clock: Any, now: float = 2_000.0) -> None:
+    """A plan with a step of every kind, and two plans more; nothing of them is due at `now`, nor soon after."""
+    long = 1e9
+    clock.now = now - 1_000.0
+    plans.create(PLAN, timeout_seconds=long, retries=0)
+    plans.add_step(PLAN, subject="Design it", owner="ada")
+    plans.add_step(PLAN, subject="Build it", blocked_by=["T-001"])
+    for subject in ("Name it", "Draw it"):
+        plans.add_step(PLAN, subject=subject)
+    plans.add_step(PLAN, subject="Frame it", blocked_by=["T-004"], blocks=["T-099"])
+    plans.add_step(PLAN, subject="Measure it", timeout_seconds=10, partial_ok=True)
+    plans.add_step(PLAN, subject="Sell it", fallback_agent="bob", owner="bob")
+    for subject in ("Gild it", "Sing it"):
+        plans.add_step(PLAN, subject=subject)
+    plans.add_step(PLAN, subject="Ship it", retries=2, base_seconds=long, cap_seconds=long)
+    plans.start(PLAN, "T-001", agent="ada")
+    plans.complete(PLAN, "T-001", learnings=["keep it small"], output="a sketch")
+    plans.start(PLAN, "T-002", agent="ada")
+    plans.open(PLAN, "T-003", agent="cay")
+    plans.start(PLAN, "T-006", agent="bob")
+    plans.heartbeat_step(PLAN, "T-006", output="half of it")
+    plans.cancel(PLAN, "T-008")
+    plans.delete(PLAN, "T-009")
+    for key in ("T-007", "T-010"):
+        plans.start(PLAN, key)
+        plans.fail(PLAN, key, error="it broke")
+    plans.create(FAILED_PLAN, on_exhausted="fail", retries=0)
+    plans.create(COMPLETED_PLAN)
+    for name in (FAILED_PLAN, COMPLETED_PLAN):
+        plans.add_step(name, subject="Try it")
+        plans.start(name, "T-001")
+    plans.fail(FAILED_PLAN, "T-001")
+    plans.complete(COMPLETED_PLAN, "T-001")
+    clock.now = now
+    plans.advance(PLAN)
+    stands = {
+        "in progress": "in_progress",
+        "queued": "in_progress",
+        "blocked": "pending",
+        "to be tried again": "pending",
+    }
+    for kind, key in STEPS.items():
+        assert plans.get(PLAN, key)["status"] == stands.get(kind, kind)
+
+
+def planned(connection: sa.Connection) -> list[list[tuple[Any, ...]]]:
+    """Every stored row of the plans' tables and the ledger's."""
+    return [
+        [tuple(row) for row in connection.exec_driver_sql(f"SELECT * FROM {table} ORDER BY 1, 2")]
+        for table in ("tsg_tasks", "tsg_task_events", *metadata.tables)
+    ]
 
 
 @dataclass
@@ -224,6 +297,7 @@ PLAUSIBLE: Final[dict[str, tuple[Value, ...]]] = {
     "engine": (REAL,),
     "event": plausible(states.created(1_000.0)),
     "expects_heartbeat": _FLAGS,
+    "fault": plausible(Value("no fault", lambda: lambda *_: None)),
     "id": plausible(None, UNKNOWN),
     "in_transaction": (REAL,),
     "include_payload_hash": _FLAGS,
@@ -250,11 +324,13 @@ PLAUSIBLE: Final[dict[str, tuple[Value, ...]]] = {
     "task_ids": plausible([], [RUNNING], [RUNNING, UNKNOWN, RUNNING.upper()]),
     "timeout_seconds": plausible(None, *_SECONDS),
     "type_": plausible("table", "column"),
+    "upgrade": plausible(Value("no upgrade", lambda: lambda *_: None)),
     "value": plausible(None, 5.0, "failed"),
+    "work": plausible(Value("work", lambda: lambda *_: 5)),
 }
 
 #: Parameters that are called back: what they raise is their caller's own.
-CALLBACKS: Final = ("clock", "in_transaction", "progress")
+CALLBACKS: Final = ("clock", "fault", "in_transaction", "progress", "upgrade", "work")
 
 
 def _given(arguments: Arguments, real: Any) -> Arguments:
@@ -402,8 +478,13 @@ TARGETS: Final[dict[str, Target]] = {
     "tsg.reconcile.apply_in_batches": Target(tsg.reconcile.apply_in_batches, _in_batches),
     "tsg.reconcile.preview": _in_transaction(tsg.reconcile.preview),
     "tsg.reconcile_restart": _pure(tsg.reconcile_restart, lambda world: world.ledger),
+    "tsg.plan.upgrade": Target(
+        tsg.plan.upgrade, lambda world, arguments: tsg.plan.upgrade(**_given(arguments, world.engine))
+    ),
     "tsg.server_clock": Target(tsg.server_clock, _read_server_clock),
     "tsg.upgrade": _migrate("upgrade"),
+    "tsg.AsyncLedger.run": _awaited("run"),
+    **{f"tsg.Ledger.{name}": _on_ledger(name) for name in ("read", "require", "write")},
     **{f"tsg.Ledger.{name}": _on_ledger(name, **_OTHER.get(name, {})) for name in _METHODS},
     **{f"tsg.AsyncLedger.{name}": _awaited(name, **_OTHER.get(name, {})) for name in _METHODS},
     **{
@@ -417,8 +498,8 @@ TARGETS: Final[dict[str, Target]] = {
 #: What is public, and not called with hostile values, and why.
 EXEMPT: Final[dict[str, str]] = {
     **dict.fromkeys(
-        ("tsg.InvalidInput", "tsg.LedgerError", "tsg.SchemaOutdated", "tsg.SchemaTooNew", "tsg.StateConflict")
-        + ("tsg.TaskNotFound",),
+        ("tsg.DamagedFile", "tsg.DependencyCycle", "tsg.InvalidInput", "tsg.LedgerError", "tsg.PlanNotFound")
+        + ("tsg.SchemaOutdated", "tsg.SchemaTooNew", "tsg.StateConflict", "tsg.StepNotFound", "tsg.TaskNotFound"),
         "an error carries what it is given; the package gives it fixed words",
     ),
     **dict.fromkeys(("tsg.DeliveryStatus", "tsg.TaskStatus"), "the constructor of an enum is Python's"),
@@ -427,19 +508,34 @@ EXEMPT: Final[dict[str, str]] = {
         "a plain record that the package makes; it takes what it is given, and nothing stored comes of it",
     ),
     "tsg.Base": "abstract: the declarative base",
+    "tsg.Ledger.read_only": "takes no argument",
+    **dict.fromkeys(
+        (name for kind in (tsg.Plans, tsg.AsyncPlans) for name in _of_class(f"tsg.{kind.__name__}", kind)),
+        "test_hostile_plans.py calls each, and holds itself to this by the same look at the classes",
+    ),
     "tsg.Task.events =": "what is no list SQLAlchemy itself refuses, by its type alone, before the model is asked",
     "tsg.schema.migrations_folder": "takes no argument and looks at no ledger",
 }
 
 
 def commands() -> dict[str, list[str]]:
-    """Every command of the command line, with its options and a word for each of its arguments."""
+    """Every command of the command line, with its options and a word for each of its arguments.
+
+    That of a group has the group's name before its own, with a space between.
+    """
     import click
 
-    context = click.Context(app)
-    found = {}
-    for name in sorted(COMMANDS):
-        command = app.get_command(context, name)
-        assert command is not None
-        found[name] = [parameter.opts[0] if isinstance(parameter, click.Option) else "" for parameter in command.params]
+    def of(group: click.Group, context: click.Context, *before: str) -> Iterator[tuple[str, list[str]]]:
+        for name in sorted(group.list_commands(context)):
+            command = group.get_command(context, name)
+            assert command is not None
+            if isinstance(command, click.Group):
+                yield from of(command, click.Context(command, context), *before, name)
+            else:
+                options = [each.opts[0] if isinstance(each, click.Option) else "" for each in command.params]
+                yield " ".join((*before, name)), options
+
+    assert isinstance(app, click.Group)
+    found = dict(of(app, click.Context(app)))
+    assert {name.partition(" ")[0] for name in found} == COMMANDS.keys()
     return found
