@@ -8,7 +8,7 @@ PYTEST_ARGS ?= -n auto
 # What an interpreter or a library of another version could change; the rest is SQL, files and processes.
 PORTABLE = tests/test_values.py tests/test_states.py tests/test_ledger.py tests/test_models.py tests/test_engine.py \
   tests/test_aio.py tests/test_host_engines.py tests/test_public_surface.py tests/test_demo.py tests/test_execution.py \
-  tests/test_prune.py
+  tests/test_prune.py tests/plan/test_scheduling.py tests/plan/test_in_session.py
 
 .PHONY: demo test test-all test-lowest test-portable portable faults fuzz soak lint bench bench-full dist clean
 
