@@ -94,8 +94,8 @@ METHODS: Final[Mapping[str, Arguments]] = MappingProxyType(
         "update": _step("blocked"),
     }
 )
-#: Of how many hostile values one is tried, where another method has a parameter of the same name.
-REPEATED: Final = 6
+#: Of how many hostile values one is tried for each parameter: those methods have many, and check them alike.
+ONE_IN: Final = {"add_step": 8, "create": 3, "update": 5} | dict.fromkeys(("accept", "complete", "fail"), 2)
 #: Those that are no transaction, and have a test of their own here.
 OTHERS: Final = ("within", "work")
 #: What :meth:`tsg.Plans.update` takes beside the fields of a new step.
@@ -286,19 +286,20 @@ def test_without_anything_hostile_each_call_is_taken(name: str, bench: Bench) ->
 # -- one by one ------------------------------------------------------------------------------------------
 
 
-def odd_for(name: str, parameter: str) -> tuple[Value, ...]:
-    """All hostile values; some of them where another method has a parameter of that name too, if time is short."""
-    first = next(each for each in ("update", *METHODS) if parameter in parameters(each))
-    if SECONDS or name == first:
-        return hostile.ODD
-    return hostile.ODD[sorted(METHODS).index(name) % REPEATED :: REPEATED]
+def odd_for(position: int, step: int) -> tuple[Value, ...]:
+    """All hostile values, where there is time; else one in `step`, other ones for each position."""
+    return hostile.ODD if SECONDS else hostile.ODD[position % step :: step]
 
 
 @pytest.mark.usefixtures("silent")
 @pytest.mark.parametrize("name", TRIED)
 def test_each_argument_may_be_any_hostile_value(name: str, bench: Bench) -> None:
     method = getattr(bench.plans, name)
-    cases = [(parameter, value) for parameter in parameters(name) for value in odd_for(name, parameter)]
+    cases = [
+        (parameter, value)
+        for position, parameter in enumerate(parameters(name))
+        for value in odd_for(position, ONE_IN.get(name, 1))
+    ]
     try_all(cases, bench.seen, lambda given: bench.attempt(method, METHODS[name] | given))
 
 
@@ -424,19 +425,6 @@ def _work(copies: Copies, arguments: Arguments) -> Any:
         return work.step
 
 
-def _in_work(method: str) -> Call:
-    def call(copies: Copies, arguments: Arguments) -> None:
-        with copies.plans.work(PLAN, STEPS["pending"]) as work:
-            before = copies.contents()
-            try:
-                getattr(work, method)(**arguments)
-            except tsg.LedgerError:
-                assert copies.contents() == before
-                raise
-
-    return call
-
-
 def _within(copies: Copies, arguments: Arguments) -> None:
     with copies.engine.begin() as connection:
         tsg.Plans.within(**({"target": connection} | arguments)).show(PLAN)
@@ -479,8 +467,6 @@ FUNCTIONS: Final[Mapping[str, tuple[Call, Arguments, tuple[str, ...]]]] = Mappin
             {"plan": PLAN, "key": STEPS["pending"]},
             ("plan", "key", "agent", "attempt", "interval_seconds"),
         ),
-        "Work.learn": (_in_work("learn"), {"text": "small"}, ("text",)),
-        "Work.output": (_in_work("output"), {"text": "half"}, ("text",)),
         "downgrade": (_migrated(plan.downgrade), {"revision": "0001"}, ("target", "revision")),
         "upgrade": (_migrated(plan.upgrade), {"revision": "head"}, ("target", "revision")),
     }
@@ -491,8 +477,8 @@ def function_cases(name: str) -> list[tuple[str, Value]]:
     # What a callback raises is its owner's; only what is none is refused.
     return [
         (parameter, value)
-        for parameter in FUNCTIONS[name][2]
-        for value in (hostile.ODD if SECONDS else hostile.ODD[::3])
+        for position, parameter in enumerate(FUNCTIONS[name][2])
+        for value in odd_for(position, 12 if name == "Plans.work" else 4)
         if parameter != "clock" or not callable(value.make())
     ]
 
@@ -515,6 +501,27 @@ def test_so_may_an_argument_of_what_is_no_transaction(name: str, copies: Copies)
         Counter(),
         lambda given: copies.attempt(lambda **arguments: call(copies, arguments), usual | given),
     )
+
+
+@pytest.mark.usefixtures("silent")
+@pytest.mark.parametrize("name", ["learn", "output"])
+def test_so_may_what_is_left_while_the_block_runs(name: str, copies: Copies) -> None:
+    seen: Counter[bool] = Counter()
+    with copies.plans.work(PLAN, STEPS["pending"]) as work:
+        assert {"learn", "output"} < members(plan.Work)
+        for value in odd_for(0, 2):
+            before = copies.contents()
+            try:
+                checked(getattr(work, name), {"text": value.make()})
+            except tsg.LedgerError as error:
+                says_nothing(error)
+                assert copies.contents() == before
+                seen[False] += 1
+            else:
+                seen[True] += 1
+    assert min(seen[False], seen[True]) > 10
+    assert copies.plans.get(PLAN, STEPS["pending"])["status"] == "completed"
+    assert copies.plans.doctor()["healthy"]
 
 
 #: Refused whatever it is given for.

@@ -1513,3 +1513,28 @@ def test_a_block_is_not_entered_for_a_step_that_is_not_ready(plans: Plans) -> No
         pytest.fail("the block was entered")
     with pytest.raises(StepNotFound), plans.work("p", "T-009"):
         pytest.fail("the block was entered")
+
+
+def test_a_clock_that_was_set_back_makes_no_change_older_than_the_last(plans: Plans, clock: FakeClock) -> None:
+    planned(plans, "One", "Two")
+    clock.advance(-5)
+    plans.update("p", "T-001", subject="Changed")
+    plans.delete("p", "T-002")
+    assert plans.doctor()["healthy"]
+    with pytest.raises(StateConflict, match="clock"):
+        plans.cancel_plan("p")
+    clock.advance(5)
+    plans.cancel_plan("p")
+    assert plans.doctor()["healthy"]
+
+
+def test_what_remains_may_get_the_key_that_the_accepted_step_was_to_block(plans: Plans, clock: FakeClock) -> None:
+    plans.create("p", partial_ok=True)
+    plans.add_step("p", subject="One", blocks=["T-002", "T-003"])
+    plans.heartbeat(started(plans), output="half")
+    clock.advance(120)
+    plans.advance("p")
+    assert plans.accept("p", "T-001", remaining="The rest")["followUp"] == "T-002"
+    assert plans.get("p", "T-002")["blockedBy"] == ["T-001"]
+    assert plans.add_step("p", subject="Three")["waitingFor"] == ["T-002"]
+    assert plans.doctor()["healthy"]

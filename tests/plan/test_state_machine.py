@@ -41,6 +41,8 @@ ACTIVE = ("queued", "running")
 AWAITING = ("partial", "escalated", "failed")
 AT_REST = ("completed", "cancelled", "deleted")
 AGENTS = ("a", "b")
+#: What advances the plan first, which stays where the rest is refused.
+ADVANCING = ("open", "start", "cancel", "delete")
 GRACE = 50.0
 
 Stored = dict[str, list[dict[str, Any]]]
@@ -300,7 +302,7 @@ class Leading(RuleBasedStateMachine):
             answer = operation()
         except (StateConflict, StepNotFound, TaskNotFound, DependencyCycle) as error:
             if (after := self.read()) != self.stored:
-                assert what in ("open", "start"), f"{what} was refused, and changed something"
+                assert what in ADVANCING, f"{what} was refused, and changed something"
                 self.plans.advance(self.name)
                 assert self.read() == after, f"{what} was refused, and did more than to advance the plan"
             if must and not self.is_behind():
@@ -539,7 +541,10 @@ class Leading(RuleBasedStateMachine):
     def give_up(self, number: int, deletes: bool) -> None:
         key, end = self.key(number), "deleted" if deletes else "cancelled"
         status = self.steps[key]["status"]
-        may = status == end or (self.is_open() and status not in ("completed", "deleted"))
+        may: bool | None = status == end or (self.is_open() and status not in ("completed", "deleted"))
+        if may and any(self.live(key)[1] not in (None, *ACTIVE) for key in self.known):
+            # What is folded first may complete the step, or the plan.
+            may = None
         given_up = self.plans.delete if deletes else self.plans.cancel
         answer = self.do("delete" if deletes else "cancel", lambda: given_up(self.name, key), must=may)
         if answer is not None:
@@ -640,7 +645,9 @@ class Leading(RuleBasedStateMachine):
                 assert str(row["attempt_id"]) == known.tries[-1].token
                 assert not self.waiting_for(row)
             else:
-                assert (row["status"], row["owner"], row["due_at"]) == (status, owner, due), key
+                assert (row["status"], row["due_at"]) == (status, due), key
+                # What is given up with an end that could not be folded, for a time in the future, keeps its owner.
+                assert row["owner"] == owner or status in ("cancelled", "deleted"), key
                 assert live == []
         at_rest = [row["status"] in AT_REST for row in self.steps.values() if row["status"] != "deleted"]
         if at_rest and all(at_rest):
@@ -704,7 +711,7 @@ def test_whatever_happens_to_a_plan_its_rules_hold_and_it_can_be_finished(worksh
     run_state_machine_as_test(
         lambda: Leading(workshop),
         settings=settings(
-            max_examples=EXAMPLES or (14 if on_file else 6),
+            max_examples=EXAMPLES or (12 if on_file else 5),
             stateful_step_count=30,
             deadline=None,
             database=None,

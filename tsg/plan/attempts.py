@@ -347,7 +347,7 @@ def _take(
         fell_back=verdict.fell_back,
         due_at=verdict.due_at,
         attempt_id=None,
-        completed_at=transaction.now if completes else None,
+        completed_at=max(transaction.now, step.changed_at) if completes else None,
         **kept,
     )
     unblocked: list[str] = []
@@ -435,10 +435,11 @@ def give_up(transaction: Transaction, plan: Row[Any]) -> None:
     for step in transaction.connection.execute(query.order_by(steps.c.number)).all():
         end_live(transaction, step)
     at_rest = (StepStatus.COMPLETED.value, StepStatus.CANCELLED.value, StepStatus.DELETED.value)
+    later = sa.case((steps.c.changed_at > transaction.now, steps.c.changed_at), else_=transaction.now)
     transaction.write(
         sa.update(steps)
         .where(steps.c.plan_pk == plan.pk, steps.c.status.not_in(at_rest))
-        .values(status=StepStatus.CANCELLED.value, attempt_id=None, due_at=None, changed_at=transaction.now)
+        .values(status=StepStatus.CANCELLED.value, attempt_id=None, due_at=None, changed_at=later)
     )
     structure.cancel_plan(transaction, plan)
 
@@ -475,7 +476,9 @@ def accept(
             # It goes on with what the first one left.
             "session_resume": step.session_id,
         }
-        links = {"blocked_by": [step.key], "blocks": structure.waiting_for(transaction, step)}
+        # Where the step was to block just the key that this one gets, that is what it does.
+        waiting = [key for key in structure.waiting_for(transaction, step) if key != structure.key_of(plan.next_number)]
+        links = {"blocked_by": [step.key], "blocks": waiting}
         key = structure.add_step(transaction, plan, columns, links)
     stays = scheduling.after_decision(_situation(plan, step), Decision.COMPLETE)
     return _take(transaction, plan, step, stays, _settled(stays)), key

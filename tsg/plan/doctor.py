@@ -262,6 +262,8 @@ def _wrong_numbers() -> sa.Select[Any]:
                 plans.c.pk.is_(None),
                 steps.c.number >= plans.c.next_number,
                 steps.c.created_at > steps.c.changed_at,
+                steps.c.completed_at < steps.c.created_at,
+                plans.c.closed_at < plans.c.created_at,
             )
         )
     )

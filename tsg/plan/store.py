@@ -77,8 +77,8 @@ class Plans:
         SchemaTooNew, StateConflict: the tables are a later release's, or not what they should be.
 
     Methods raise :exc:`PlanNotFound`, :exc:`StepNotFound`, :exc:`InvalidInput` and :exc:`StateConflict`, and then have
-    changed nothing. A plan is named by its name, a step by its key, an attempt by its token, which is the id of its
-    ledger task. Times are seconds since the epoch.
+    changed nothing; that a plan was advanced before a step of it was refused stays. A plan is named by its name, a step
+    by its key, an attempt by its token, which is the id of its ledger task. Times are seconds since the epoch.
     """
 
     def __init__(self, ledger: Ledger) -> None:

@@ -264,7 +264,7 @@ def settle(transaction: Transaction, plan: Row[Any]) -> PlanStatus:
         transaction.write(
             sa.update(plans)
             .where(plans.c.pk == plan.pk, plans.c.status == plan.status)
-            .values(status=status.value, closed_at=transaction.now if closes else None),
+            .values(status=status.value, closed_at=max(transaction.now, plan.created_at) if closes else None),
             expected=1,
         )
         if closes:
@@ -284,7 +284,7 @@ def cancel_plan(transaction: Transaction, plan: Row[Any]) -> None:
     transaction.write(
         sa.update(plans)
         .where(plans.c.pk == plan.pk, plans.c.status == plan.status)
-        .values(status=PlanStatus.CANCELLED.value, closed_at=transaction.now),
+        .values(status=PlanStatus.CANCELLED.value, closed_at=max(transaction.now, plan.created_at)),
         expected=1,
     )
     close_root(transaction, plan, TaskStatus.CANCELLED, "caller_cancelled")

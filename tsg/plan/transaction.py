@@ -65,7 +65,8 @@ class Transaction:
                 steps.c.status == step.status,
                 steps.c.attempt_id.is_not_distinct_from(step.attempt_id),
             )
-            .values(changed_at=self.now, **columns),
+            # A clock that was set back makes no change older than the last one.
+            .values(changed_at=max(self.now, step.changed_at), **columns),
             expected=1,
         )
 
