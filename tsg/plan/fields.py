@@ -6,6 +6,7 @@ comes from; :data:`JSON_NAMES` is the one place that knows both.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -132,13 +133,12 @@ def object_from(value: object, what: str) -> str:
         InvalidInput: no mapping, or something in it that JSON has no form for.
     """
     refused = f"{what} must be a JSON object"
-    if not isinstance(value, Mapping):
-        raise InvalidInput(refused)
+    given = _mapping(value, refused)
     try:
-        written = json.dumps(value, allow_nan=False, separators=(",", ":"))
+        written = json.dumps(given, allow_nan=False, separators=(",", ":"))
         # What came in with other keys than text would come out with them changed.
         again = json.loads(written)
-        same: bool = again == value
+        same: bool = again == given
     except Exception:
         raise InvalidInput(refused) from None
     if not same or len(written) > _LONGEST_TEXT or is_deeper(again, DEEPEST - 1):
@@ -174,9 +174,10 @@ def parsed(text: str | bytes) -> Any:
 
 def policy(given: object) -> dict[str, Any]:
     """The columns of a retry policy in its JSON form."""
-    if not isinstance(given, Mapping) or not set(given) <= {"count", *_POLICY[1:]}:
-        raise InvalidInput("a retry policy has a count and a backoff, and may have base_seconds, factor, cap_seconds")
-    parts: dict[str, Any] = dict(given)
+    refused = "a retry policy has a count and a backoff, and may have base_seconds, factor, cap_seconds"
+    parts = _mapping(given, refused)
+    if not all(values.text(part) in ("count", *_POLICY[1:]) for part in parts):
+        raise InvalidInput(refused)
     return _columns(RetryPolicy(**parts))
 
 
@@ -247,8 +248,9 @@ def timeout_ms(seconds: float | None) -> int | float | None:
 
 def _timeout(given: object) -> float | None:
     seconds = values.non_negative(given, "a timeout")
-    if not math.isfinite(seconds * 1000):
-        raise InvalidInput("a timeout must be finite in milliseconds too")
+    milliseconds = seconds * 1000
+    if not math.isfinite(milliseconds) or (seconds and not timeout_ms(seconds)):
+        raise InvalidInput("a timeout must be a number in milliseconds too, neither endless nor as good as none")
     return seconds or None
 
 
@@ -262,25 +264,31 @@ def _columns(policy: RetryPolicy) -> dict[str, Any]:
     }
 
 
-def _listed(given: object, what: str, each: Callable[[object], str]) -> list[str]:
-    # Of text each letter would be meant.
-    if isinstance(given, (str, bytes, bytearray, Mapping)) or not isinstance(given, Iterable):
-        raise InvalidInput(f"{what} must be given as a list")
-    found: list[str] = []
-    members = iter(given)
-    while True:
+def _mapping(given: object, refused: str) -> dict[Any, Any]:
+    """A copy of a mapping. Whatever its own methods raise, it is refused for that."""
+    # By its type: what a value says itself of its class may be a lie.
+    if issubclass(type(given), Mapping):
         try:
-            member = next(members, _END)
+            return dict(given)  # type: ignore[call-overload, no-any-return]  # a mapping, as was just seen
         except Exception:
-            raise InvalidInput(f"{what} must be given as a list") from None
-        if member is _END:
-            return found
-        found.append(each(member))
-        if len(found) > _MOST:
-            raise InvalidInput(f"{what} are too many")
+            raise InvalidInput(refused) from None
+    raise InvalidInput(refused)
 
 
-_END: Final = object()
+def _listed(given: object, what: str, each: Callable[[object], str]) -> list[str]:
+    refused = f"{what} must be given as a list, of at most {_MOST:,}"
+    # Of text each letter would be meant.
+    kind = type(given)
+    if issubclass(kind, (str, bytes, bytearray, Mapping)) or not issubclass(kind, Iterable):
+        raise InvalidInput(refused)
+    try:
+        members = list(itertools.islice(given, _MOST + 1))  # type: ignore[call-overload]  # it was just seen to be one
+    except Exception:
+        # Its own methods may raise anything.
+        raise InvalidInput(refused) from None
+    if len(members) > _MOST:
+        raise InvalidInput(refused)
+    return [each(member) for member in members]
 
 
 def _optional(check: Callable[[object], str]) -> Callable[[object], str | None]:
@@ -288,9 +296,10 @@ def _optional(check: Callable[[object], str]) -> Callable[[object], str | None]:
 
 
 def _metadata(value: object) -> str:
-    if isinstance(value, Mapping) and EXACT_STATUS in value:
+    written = object_from({} if value is None else value, "metadata")
+    if EXACT_STATUS in json.loads(written):
         raise InvalidInput("metadata may not have tsg_status, by which files tell a step's exact status")
-    return object_from({} if value is None else value, "metadata")
+    return written
 
 
 def _subject(value: object) -> str:

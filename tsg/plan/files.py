@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypedDict
+from typing import Any, Final, NamedTuple, TypedDict
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Row
@@ -26,11 +26,9 @@ from tsg.errors import DamagedFile, InvalidInput, StateConflict
 from tsg.plan import fields, reading, scheduling, structure
 from tsg.plan.reading import Learning, PlanView
 from tsg.plan.scheduling import DEFAULT_GRACE_SECONDS, DEFAULT_TIMEOUT_SECONDS, OnExhausted, StepStatus
+from tsg.plan.store import Plans
 from tsg.plan.tables import agents, dependencies, expected, steps
 from tsg.plan.transaction import Transaction
-
-if TYPE_CHECKING:
-    from tsg.plan.store import Plans
 
 __all__ = ["Exported", "Imported", "export_folder", "import_folder", "learnings_markdown", "write_learnings"]
 
@@ -173,6 +171,7 @@ def import_folder(plans: Plans, path: str | os.PathLike[str], *, name: str | Non
         DependencyCycle: steps would wait for each other.
         StateConflict: there is a plan with this name.
     """
+    _require_plans(plans)
     folder = _path(path)
     found = _folder(folder)
     named = fields.name(os.path.basename(os.path.abspath(folder)) if name is None else name, "a plan's name")
@@ -187,6 +186,11 @@ def import_folder(plans: Plans, path: str | os.PathLike[str], *, name: str | Non
         return Imported(plan=reading.plan_view(transaction.connection, row, transaction.now), notes=notes)
 
     return plans._write(store)
+
+
+def _require_plans(plans: object) -> None:
+    if not values.is_a(plans, Plans):
+        raise InvalidInput("files are read into Plans, and written from them")
 
 
 def _folder(folder: str) -> dict[str, _Step]:
@@ -424,6 +428,7 @@ def export_folder(plans: Plans, name: str, path: str | os.PathLike[str]) -> Expo
         DamagedFile: something else than a file stands where a step's file has to be; nothing was written.
         StateConflict: the folder can't be written; what is there by then is whole, and to export again does the rest.
     """
+    _require_plans(plans)
     folder = _path(path)
     named = plans.show(name)["name"]
 
@@ -438,6 +443,8 @@ def export_folder(plans: Plans, name: str, path: str | os.PathLike[str]) -> Expo
         os.makedirs(folder, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise InvalidInput("something else stands where the folder should be") from None
+    except RecursionError:
+        raise InvalidInput("the path has too many parts") from None
     except OSError:
         raise StateConflict("the folder can't be made") from None
     changed = []
@@ -537,7 +544,12 @@ def learnings_markdown(learnings: Sequence[Learning]) -> str:
     """What was learned, as Markdown, in the order given: a heading a step, and a list item a learning.
 
     Whatever Markdown a learning is itself stays inside its item.
+
+    Raises:
+        InvalidInput: these are no learnings.
     """
+    if not values.is_a(learnings, list) or not all(values.is_a(learning, dict) for learning in learnings):
+        raise InvalidInput("give the learnings of a plan")
     lines = ["# Learnings"]
     step = None
     for learning in learnings:

@@ -59,6 +59,8 @@ def render(graph: Graph, form: str) -> str:
     Raises:
         InvalidInput: there is no such form.
     """
+    if not values.is_a(graph, Graph):
+        raise InvalidInput("a plan's picture is drawn of its Graph")
     draw = _FORMS.get(values.text(form) or "")
     if draw is None:
         raise InvalidInput(f"a plan is drawn as one of: {', '.join(_FORMS)}")

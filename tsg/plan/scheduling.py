@@ -165,7 +165,12 @@ class RetryPolicy:
             raise InvalidInput("factor must be at least 1: a delay that shrinks is no backoff")
 
     def delay(self, retry: int) -> float:
-        """Seconds to wait before a retry, which are numbered from 1; never above the cap, whatever the number."""
+        """Seconds to wait before a retry, which are numbered from 1; never above the cap, whatever the number.
+
+        Raises:
+            InvalidInput: no such number.
+        """
+        values.at_least_one(retry, "the number of a retry")
         cap = DEFAULT_CAP_SECONDS if self.cap_seconds is None else self.cap_seconds
         if self.backoff is Backoff.FIXED:
             return min(cap, 10.0 if self.base_seconds is None else self.base_seconds)
