@@ -167,7 +167,9 @@ def contents(place: Path) -> Any:
 def holds(arguments: Any, answer: Answer) -> dict[str, Any]:
     """That an answer keeps to the contract, and says nothing of the arguments; its JSON."""
     assert answer.status in (0, 1, 2), (arguments, answer)
-    assert MARKER.lower() not in (answer.out + answer.err).lower(), (arguments, answer)
+    # What a step says is shown by the commands on plans where they take it.
+    shows = answer.status == 0 and bool({"plan", "step"} & set(map(str, arguments)))
+    assert shows or MARKER.lower() not in (answer.out + answer.err).lower(), (arguments, answer)
     if "--progress" in arguments:
         # A bar for people.
         answer = answer._replace(err="")

@@ -11,6 +11,7 @@ import click
 from tsg.cli import Answer
 from tsg.cli.ledger import existing
 from tsg.errors import InvalidInput
+from tsg.plan import fields
 
 __all__ = ["mcp"]
 
@@ -21,6 +22,10 @@ __all__ = ["mcp"]
 @click.pass_obj
 def mcp(place: dict[str, Any], plan: str, agent: str | None) -> Answer:
     """Serve a plan's steps to an agent, as tools of the Model Context Protocol over stdin and stdout."""
+    # Before all that the protocol needs is imported, which takes a second.
+    fields.name(plan, "a plan's name")
+    if agent is not None:
+        fields.agent(agent)
     try:
         from tsg.mcp import serve, server_of
     except ImportError:
