@@ -35,6 +35,11 @@ __all__ = [
 class LedgerError(Exception):
     """The base of every error of this package."""
 
+    @property
+    def named(self) -> dict[str, object]:
+        """What the command line shows beside the class: of a form that can't carry anything else."""
+        return {}
+
 
 class InvalidInput(LedgerError, ValueError):
     """An argument, a path or a file mode that can't be right, whatever the ledger holds."""
@@ -51,6 +56,11 @@ class DependencyCycle(InvalidInput):
         super().__init__(f"these steps would wait for each other: {' -> '.join(keys)}")
         self.keys = keys
 
+    @property
+    def named(self) -> dict[str, object]:
+        """The cycle."""
+        return {"cycle": self.keys}
+
     def __reduce__(self) -> tuple[type[DependencyCycle], tuple[tuple[str, ...]]]:
         return type(self), (self.keys,)
 
@@ -66,6 +76,11 @@ class DamagedFile(InvalidInput):
     def __init__(self, file: str, reason: str) -> None:
         super().__init__(f"{file}: {reason}")
         self.file, self.reason = file, reason
+
+    @property
+    def named(self) -> dict[str, object]:
+        """The file's name."""
+        return {"file": self.file}
 
     def __reduce__(self) -> tuple[type[DamagedFile], tuple[str, str]]:
         return type(self), (self.file, self.reason)

@@ -8,19 +8,21 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
 
-from tsg import catalog
+from tsg import catalog, values
 from tsg.engine import begun, for_writing, require_transaction, sqlite_driver, transaction
-from tsg.errors import StateConflict
+from tsg.errors import InvalidInput, StateConflict
 
-__all__ = ["Versions", "locked", "migration", "migrations_folder", "run"]
+__all__ = ["Versions", "locked", "migration", "migrations_folder", "move", "over"]
+
+_Answer = TypeVar("_Answer")
 
 #: What concurrent migrations of one PostgreSQL database wait for each other by: "tsg" in ASCII.
 _ADVISORY_LOCK: Final = 0x747367
@@ -40,10 +42,66 @@ if hasattr(os, "register_at_fork"):
 
 
 class Versions(NamedTuple):
-    """One history: the folder of its revisions, below that of all migrations, and the table of its version."""
+    """One history.
+
+    Attributes:
+        folder: where its revisions are, below that of all migrations.
+        table: which says how far they have come.
+        revisions: their names, in order.
+    """
 
     folder: str
     table: str
+    revisions: tuple[str, ...]
+
+    def named(self, name: object, *, downgrade: bool = False) -> str:
+        """The revision of that name; ``head`` is one too, and ``base`` for a downgrade.
+
+        Raises:
+            InvalidInput: there is none.
+        """
+        written = values.text(name)
+        if written in ("head", "heads"):
+            return self.revisions[-1]
+        if written is not None and (written in self.revisions or (downgrade and written == "base")):
+            return written
+        raise InvalidInput("there is no such revision")
+
+
+def over(target: Engine | Connection, work: Callable[[Connection], _Answer]) -> _Answer:
+    """Do `work`, which moves a schema: on a connection in the caller's transaction, on an engine in one of its own.
+
+    Raises:
+        InvalidInput: neither, or of another kind of database.
+    """
+    if values.is_a(target, Engine):
+        with migration(target) as connection:
+            return over(connection, work)
+    if not values.is_a(target, Connection):
+        raise InvalidInput("a schema is moved over an Engine or a Connection")
+    if target.dialect.name not in ("sqlite", "postgresql"):
+        raise InvalidInput("a ledger lives in SQLite or PostgreSQL")
+    return work(target)
+
+
+def move(connection: Connection, versions: Versions, direction: str, stands: str | None, destination: str) -> None:
+    """Take the schema from the revision where it stands to another, where that is not behind it.
+
+    Args:
+        direction: ``upgrade`` or ``downgrade``.
+
+    Raises:
+        InvalidInput: a downgrade to what is newer.
+        StateConflict: what is stored can't be held by the other schema, or the version table contradicts itself.
+    """
+    here, there = (("base", *versions.revisions).index(name or "base") for name in (stands, destination))
+    if direction == "downgrade" and there > here:
+        raise InvalidInput("the schema is older than that already")
+    if there > here if direction == "upgrade" else there < here:
+        try:
+            _run(connection, versions, direction, destination)
+        except (sa.exc.IntegrityError, sa.exc.DataError):
+            raise StateConflict("a stored row can't be held by the schema; nothing was changed") from None
 
 
 @contextmanager
@@ -94,15 +152,7 @@ def migrations_folder() -> Path:
     return installed if (installed / "env.py").is_file() else package.parent / "migrations"
 
 
-def run(connection: Connection, versions: Versions, direction: str, revision: str) -> None:
-    """Take the schema to `revision`.
-
-    Args:
-        direction: ``upgrade`` or ``downgrade``.
-
-    Raises:
-        StateConflict: what the version table holds contradicts itself.
-    """
+def _run(connection: Connection, versions: Versions, direction: str, revision: str) -> None:
     from alembic import op
     from alembic.operations import Operations
     from alembic.runtime.migration import MigrationContext

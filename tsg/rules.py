@@ -40,6 +40,7 @@ __all__ = [
     "keeps",
     "running",
     "sound",
+    "stale",
     "task_rules",
     "undelivered",
 ]
@@ -124,6 +125,12 @@ def undelivered(c: Columns) -> Condition:
 def closed(c: Columns) -> Condition:
     """Ended, with its delivery closed: nothing can happen to it any more."""
     return sa.and_(_one_of(c.status, TERMINAL_WORDS), _one_of(c.delivery_status, CLOSED_WORDS))
+
+
+def stale(c: Columns, now: Any, silent_since: Any) -> Condition:
+    """Running, and past its deadline at `now`, or heard of last at `silent_since` though it is to send heartbeats."""
+    silent = sa.and_(is_true(c.expects_heartbeat), c.updated_at <= silent_since)
+    return sa.and_(running(c), sa.or_(c.deadline_at <= now, silent))
 
 
 def running(c: Columns) -> Condition:

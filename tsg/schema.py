@@ -13,8 +13,8 @@ from sqlalchemy.engine import Connection, Engine
 
 from tsg import catalog, published, values
 from tsg.engine import refusing
-from tsg.errors import InvalidInput, LedgerError, SchemaOutdated, SchemaTooNew, StateConflict
-from tsg.migrating import Versions, locked, migration, migrations_folder, run
+from tsg.errors import LedgerError, SchemaOutdated, SchemaTooNew, StateConflict
+from tsg.migrating import Versions, locked, migration, migrations_folder, move, over
 from tsg.tables import PLAN_PREFIX, PREFIX, VERSION_TABLE, version_table
 
 __all__ = [
@@ -45,7 +45,8 @@ REVISIONS: Final = ("0001", "0002", "0003", "0004")
 HEAD: Final = REVISIONS[-1]
 
 #: Where the revisions are, and which table says how far they have come.
-VERSIONS: Final = Versions("versions", VERSION_TABLE)
+VERSIONS: Final = Versions("versions", VERSION_TABLE, REVISIONS)
+revision_named: Final = VERSIONS.named
 
 #: Of what makes up the schema at head, as each database words it: see :mod:`tsg.catalog`.
 _HEAD_SHA256: Final = {
@@ -170,20 +171,6 @@ def require_known(connection: Connection) -> State:
     return found
 
 
-def revision_named(name: object, *, downgrade: bool = False) -> str:
-    """The revision of that name; ``head`` is one too, and ``base`` for a downgrade.
-
-    Raises:
-        InvalidInput: there is none.
-    """
-    written = values.text(name)
-    if written in ("head", "heads"):
-        return HEAD
-    if written is not None and (written in REVISIONS or (downgrade and written == "base")):
-        return written
-    raise InvalidInput("there is no such revision")
-
-
 def upgrade(target: Engine | Connection, revision: str = HEAD) -> Report:
     """Bring the ledger's tables in a database to `revision`, adopting a published file.
 
@@ -269,25 +256,14 @@ def include_own_name(name: str | None, type_: str, parent_names: Any) -> bool:
 
 
 def _migrate(target: Engine | Connection, direction: str, revision: str) -> Report:
-    if values.is_a(target, Engine):
-        with migration(target) as connection:
-            return _migrate(connection, direction, revision)
-    if not values.is_a(target, Connection):
-        raise InvalidInput("a schema is moved over an Engine or a Connection")
-    if target.dialect.name not in _HEAD_SHA256:
-        raise InvalidInput("a ledger lives in SQLite or PostgreSQL")
-    destination = revision_named(revision, downgrade=direction == "downgrade")
-    with locked(target):
-        before = require_known(target)
-        if before.published and (direction, destination) != ("upgrade", HEAD):
-            raise SchemaOutdated("a file of the published package is adopted as a whole: run tsg upgrade")
-        stands, goes = (("base", *REVISIONS).index(name or "base") for name in (before.revision, destination))
-        if direction == "downgrade" and goes > stands:
-            raise InvalidInput("the schema is older than that already")
-        if before.published or (goes > stands if direction == "upgrade" else goes < stands):
-            try:
-                run(target, VERSIONS, direction, destination)
-            except (sa.exc.IntegrityError, sa.exc.DataError):
-                raise StateConflict("a stored row can't be held by the schema; nothing was changed") from None
-        verify(target)
-        return Report(before.published, state(target).revision, HEAD)
+    def work(connection: Connection) -> Report:
+        destination = revision_named(revision, downgrade=direction == "downgrade")
+        with locked(connection):
+            before = require_known(connection)
+            if before.published and (direction, destination) != ("upgrade", HEAD):
+                raise SchemaOutdated("a file of the published package is adopted as a whole: run tsg upgrade")
+            move(connection, VERSIONS, direction, before.revision, destination)
+            verify(connection)
+            return Report(before.published, state(connection).revision, HEAD)
+
+    return over(target, work)

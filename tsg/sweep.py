@@ -87,8 +87,7 @@ def statements(one_parent: bool, dialect: str) -> Sweep:
     due_before: sa.BindParameter[float] = sa.bindparam("due_before", type_=sa.Double())
     among = [c.parent_id == sa.bindparam("parent")] if one_parent else []
     expired = c.deadline_at <= now
-    silent = sa.and_(rules.is_true(c.expects_heartbeat), c.updated_at <= stale_before)
-    is_stale = sa.and_(rules.running(c), sa.or_(expired, silent))
+    is_stale = rules.stale(c, now, stale_before)
     is_due = sa.and_(rules.awaiting_delivery(c), c.ended_at <= due_before)
     in_time = (c.created_at <= now, c.updated_at <= now)
 

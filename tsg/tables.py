@@ -104,15 +104,16 @@ class TaskId(TypeDecorator[str]):
             raise _InvalidId(*error.args) from None
 
 
-metadata: Final = sa.MetaData(
-    naming_convention={
-        "pk": "pk_%(table_name)s",
-        "uq": "uq_%(table_name)s_%(column_0_name)s",
-        "fk": "fk_%(table_name)s_%(column_0_name)s",
-        "ck": "ck_%(table_name)s_%(constraint_name)s",
-        "ix": "ix_%(table_name)s_%(column_0_name)s",
-    }
-)
+#: How constraints and indexes are called where nothing else is said.
+NAMING: Final = {
+    "pk": "pk_%(table_name)s",
+    "uq": "uq_%(table_name)s_%(column_0_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_name)s",
+    "ck": "ck_%(table_name)s_%(constraint_name)s",
+    "ix": "ix_%(table_name)s_%(column_0_name)s",
+}
+
+metadata: Final = sa.MetaData(naming_convention=NAMING)
 
 
 _Key = sa.BigInteger().with_variant(sa.Integer(), "sqlite")

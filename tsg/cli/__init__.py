@@ -12,12 +12,13 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from types import MappingProxyType
 from typing import NoReturn
 
 import click
 
 import tsg
-from tsg.errors import DamagedFile, DependencyCycle, InvalidInput, LedgerError
+from tsg.errors import InvalidInput, LedgerError
 
 __all__ = ["Answer", "answer", "app", "main"]
 
@@ -101,12 +102,8 @@ def _run(arguments: Sequence[str] | None) -> Answer:
         return "", left_early.exit_code
     except click.ClickException:
         return _refusal(InvalidInput.__name__), 2
-    except DependencyCycle as error:
-        return _refusal(type(error).__name__, cycle=error.keys), 2
-    except DamagedFile as error:
-        return _refusal(type(error).__name__, file=error.file), 2
     except LedgerError as error:
-        return _refusal(type(error).__name__), 2
+        return _refusal(type(error).__name__, error.named), 2
     except (KeyboardInterrupt, click.Abort):
         raise
     except SystemExit as left:
@@ -117,6 +114,5 @@ def _run(arguments: Sequence[str] | None) -> Answer:
     return returned if isinstance(returned, tuple) else ("", int(returned or 0))
 
 
-def _refusal(name: str, **named: object) -> str:
-    # What is named is of a form that can't carry anything else: keys of steps, T-NNN.json.
+def _refusal(name: str, named: Mapping[str, object] = MappingProxyType({})) -> str:
     return answer({"error": name, "ok": False, **named})[0]

@@ -23,10 +23,7 @@ def _awaited(
     method: Callable[Concatenate[Plans, _Arguments], _Answer],
 ) -> Callable[Concatenate[AsyncPlans, _Arguments], Coroutine[Any, Any, _Answer]]:
     async def call(self: AsyncPlans, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Answer:
-        def work(ledger: Ledger) -> _Answer:
-            return method(Plans(ledger), *args, **kwargs)
-
-        return await self._ledger.run(work)
+        return await self._run(lambda plans: method(plans, *args, **kwargs))
 
     # Its name, and what it takes, are the method's.
     return update_wrapper(call, method)
@@ -45,6 +42,16 @@ class AsyncPlans:
         if not values.is_a(ledger, AsyncLedger):
             raise InvalidInput("these plans stand on an AsyncLedger")
         self._ledger = ledger
+        self._known_to_be_at_head = False
+
+    async def _run(self, work: Callable[[Plans], _Answer]) -> _Answer:
+        def on(ledger: Ledger) -> _Answer:
+            # As the ledger itself: the schema is looked at by the first call.
+            plans = Plans._at_head(ledger) if self._known_to_be_at_head else Plans(ledger)
+            self._known_to_be_at_head = True
+            return work(plans)
+
+        return await self._ledger.run(on)
 
     create = _awaited(Plans.create)
     plans = _awaited(Plans.plans)
@@ -72,4 +79,4 @@ class AsyncPlans:
 
     async def update(self, plan: str, key: str, **given: Any) -> StepView:
         """As :meth:`tsg.Plans.update`."""
-        return await self._ledger.run(lambda ledger: Plans(ledger).update(plan, key, **given))
+        return await self._run(lambda plans: plans.update(plan, key, **given))

@@ -16,7 +16,16 @@ from sqlalchemy.engine import Connection, Row
 from tsg import reconcile, rules
 from tsg.errors import StateConflict, TaskNotFound
 from tsg.plan import reading, scheduling, structure
-from tsg.plan.scheduling import AWAITING_DECISION, Decision, OnExhausted, PlanStatus, Situation, StepStatus, Verdict
+from tsg.plan.scheduling import (
+    AT_REST,
+    AWAITING_DECISION,
+    Decision,
+    OnExhausted,
+    PlanStatus,
+    Situation,
+    StepStatus,
+    Verdict,
+)
 from tsg.plan.tables import agents, attempts, plans, steps
 from tsg.plan.transaction import Transaction
 from tsg.reconcile import ReconcilePolicy
@@ -434,11 +443,10 @@ def give_up(transaction: Transaction, plan: Row[Any]) -> None:
     query = sa.select(steps).where(steps.c.plan_pk == plan.pk, steps.c.attempt_id.is_not(None))
     for step in transaction.connection.execute(query.order_by(steps.c.number)).all():
         end_live(transaction, step)
-    at_rest = (StepStatus.COMPLETED.value, StepStatus.CANCELLED.value, StepStatus.DELETED.value)
     later = sa.case((steps.c.changed_at > transaction.now, steps.c.changed_at), else_=transaction.now)
     transaction.write(
         sa.update(steps)
-        .where(steps.c.plan_pk == plan.pk, steps.c.status.not_in(at_rest))
+        .where(steps.c.plan_pk == plan.pk, steps.c.status.not_in(AT_REST))
         .values(status=StepStatus.CANCELLED.value, attempt_id=None, due_at=None, changed_at=later)
     )
     structure.cancel_plan(transaction, plan)
@@ -533,16 +541,10 @@ def advance(transaction: Transaction, plan: Row[Any]) -> list[str]:
 def _due(plan: Row[Any], now: float) -> sa.Select[Any]:
     """The steps in progress whose attempts have ended, are gone from the ledger, or are to be timed out."""
     task = tasks.c
-    over = sa.or_(task.id.is_(None), sa.not_(rules.active(task)), _is_stale(plan, now))
+    over = sa.or_(task.id.is_(None), sa.not_(rules.active(task)), rules.stale(task, now, now - plan.grace_seconds))
     query = sa.select(steps).outerjoin(tasks, task.id == steps.c.attempt_id)
     return query.where(_LIVE, steps.c.plan_pk == plan.pk, over)
 
 
 #: As the index of live attempts has it, word for word.
 _LIVE: Final = sa.text("attempt_id IS NOT NULL")
-
-
-def _is_stale(plan: Row[Any], now: float) -> sa.ColumnElement[bool]:
-    """What reconcile times out, by the plan's own grace."""
-    silent = sa.and_(rules.is_true(tasks.c.expects_heartbeat), tasks.c.updated_at <= now - plan.grace_seconds)
-    return sa.and_(rules.running(tasks.c), sa.or_(tasks.c.deadline_at <= now, silent))

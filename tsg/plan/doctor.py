@@ -8,7 +8,7 @@ from __future__ import annotations
 import graphlib
 from collections import defaultdict
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final, NamedTuple, NotRequired, cast
 
 import sqlalchemy as sa
@@ -17,11 +17,10 @@ from sqlalchemy.engine import Connection
 from tsg import catalog, doctor, rules
 from tsg.engine import DATABASE_ERRORS, contained, refusing, snapshot
 from tsg.listing import Progress
-from tsg.plan import schema
-from tsg.plan.scheduling import CLOSED_PLANS, PlanStatus, StepStatus
+from tsg.plan import reading, schema
+from tsg.plan.scheduling import PlanStatus, StepStatus
 from tsg.plan.tables import agents, attempts, dependencies, learnings, plans, steps
 from tsg.sessions import Session, connection_of
-from tsg.states import ACTIVE, TaskStatus
 from tsg.tables import tasks
 
 __all__ = ["CHECKS", "Check", "Report", "examine"]
@@ -94,20 +93,9 @@ def _number_of(query: Callable[[], sa.Select[Any]]) -> Callable[[Connection], in
     return lambda connection: connection.execute(counted()).scalar_one()
 
 
-_TERMINAL: Final = tuple(status.value for status in TaskStatus if status not in ACTIVE)
-_CLOSED: Final = tuple(status.value for status in CLOSED_PLANS)
-
-
 def _wrong_blocker_counts() -> sa.Select[Any]:
     """Steps whose number of open blockers is not what their dependencies say."""
-    blocker = steps.alias("blocker")
-    is_open = (
-        sa.select(sa.func.count())
-        .select_from(dependencies.join(blocker, blocker.c.pk == dependencies.c.blocker_pk))
-        .where(dependencies.c.step_pk == steps.c.pk, blocker.c.status != StepStatus.COMPLETED.value)
-        .scalar_subquery()
-    )
-    return sa.select(steps.c.pk).where(steps.c.open_blockers != is_open)
+    return sa.select(steps.c.pk).where(steps.c.open_blockers != reading.number_of_open_blockers())
 
 
 def _wrong_dependencies() -> sa.Select[Any]:
@@ -212,11 +200,7 @@ def _wrong_attempt_counts() -> sa.Select[Any]:
 def _wrong_plan_states() -> sa.Select[Any]:
     """Plans whose status is not that of their steps."""
 
-    def has(*statuses: StepStatus, among: bool) -> sa.ColumnElement[bool]:
-        words = [status.value for status in statuses]
-        condition = steps.c.status.in_(words) if among else steps.c.status.not_in(words)
-        return sa.exists().where(steps.c.plan_pk == plans.c.pk, condition)
-
+    has = partial(reading.has_step, plans.c.pk)
     completed, cancelled, deleted = StepStatus.COMPLETED, StepStatus.CANCELLED, StepStatus.DELETED
     any_step = has(deleted, among=False)
     unsettled = has(completed, cancelled, deleted, among=False)

@@ -23,7 +23,9 @@ __all__ = [
     "EXACT_STATUS",
     "JSON_NAMES",
     "LINKS",
+    "PYTHON_NAMES",
     "agent",
+    "compact",
     "from_json",
     "is_deeper",
     "key",
@@ -64,7 +66,8 @@ JSON_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "add_blocked_by": "addBlockedBy",
     }
 )
-_PYTHON_NAMES: Final = {json_name: python_name for python_name, json_name in JSON_NAMES.items()}
+#: The other way round.
+PYTHON_NAMES: Final[Mapping[str, str]] = {json_name: python_name for python_name, json_name in JSON_NAMES.items()}
 
 #: The fields that say what waits for what, each a list of keys.
 LINKS: Final = ("blocked_by", "blocks", "add_blocked_by", "add_blocks")
@@ -135,7 +138,7 @@ def object_from(value: object, what: str) -> str:
     refused = f"{what} must be a JSON object"
     given = _mapping(value, refused)
     try:
-        written = json.dumps(given, allow_nan=False, separators=(",", ":"))
+        written = compact(given)
         # What came in with other keys than text would come out with them changed.
         again = json.loads(written)
         same: bool = again == given
@@ -157,6 +160,15 @@ def is_deeper(document: Any, depth: int) -> bool:
             for member in (several.values() if isinstance(several, dict) else several)
         ]
     return any(isinstance(member, (dict, list)) for member in level)
+
+
+def compact(value: object) -> str:
+    """A JSON text as it is kept: of ASCII characters, without blanks.
+
+    Raises:
+        ValueError, TypeError, RecursionError: JSON has no form for it.
+    """
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 
 def parsed(text: str | bytes) -> Any:
@@ -229,7 +241,7 @@ def step_fields(given: Mapping[str, object], defaults: Mapping[str, Any]) -> tup
 
 def from_json(document: Mapping[str, object]) -> dict[str, object]:
     """The fields of a step by their names in Python; ``timeout_ms`` becomes seconds. Nothing is judged but that."""
-    fields = {_PYTHON_NAMES.get(field, field): value for field, value in document.items()}
+    fields = {PYTHON_NAMES.get(field, field): value for field, value in document.items()}
     if "timeout_ms" in fields:
         milliseconds = fields.pop("timeout_ms")
         if milliseconds is not None and values.non_negative(milliseconds, "timeout_ms") != milliseconds:

@@ -36,7 +36,6 @@ __all__ = ["Exported", "Imported", "export_folder", "import_folder", "learnings_
 _LARGEST: Final = 16 * 1024 * 1024
 
 _FILE: Final = re.compile(r"(T-[0-9]{3,})\.json\Z")
-_KEY: Final = re.compile(r"T-([0-9]{3,9})\Z")
 _SESSION: Final = re.compile(r"(.+)-([1-9][0-9]{0,8})\Z", re.DOTALL)
 _LINE_END: Final = re.compile(r"\r\n?|\n")
 
@@ -54,7 +53,6 @@ _STANDS_FOR: Final[Mapping[StepStatus, str]] = MappingProxyType(
     }
 )
 
-_PYTHON_NAMES: Final = {json_name: python_name for python_name, json_name in fields.JSON_NAMES.items()}
 #: The columns of a field that are not just its name.
 _COLUMNS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -216,7 +214,7 @@ def _folder(folder: str) -> dict[str, _Step]:
         if not found.keys() >= set(step.blocked_by):
             raise DamagedFile(f"{step.key}.json", "blockedBy names a step that has no file")
         for key in step.blocks:
-            if key not in found and (_number(key) or 0) < following:
+            if key not in found and (structure.number_of(key) or 0) < following:
                 raise DamagedFile(f"{step.key}.json", "blocks names a step that has no file, and none to come")
     return found
 
@@ -258,7 +256,7 @@ def _step(key: str, document: dict[str, Any]) -> _Step:
     Raises:
         InvalidInput: it can't be so.
     """
-    number = _number(key)
+    number = structure.number_of(key)
     if number is None:
         raise InvalidInput("a step's number has three digits, or more without a zero before them, and at most nine")
     if document.get("id") != key:
@@ -301,13 +299,6 @@ def _was_in_progress(step: _Step) -> bool:
 
 def _plain(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metadata.items() if name != fields.EXACT_STATUS}
-
-
-def _number(key: str) -> int | None:
-    """The number in a key that a step may get by its number."""
-    match = _KEY.match(key)
-    number = None if match is None else int(match[1])
-    return number if number is not None and structure.key_of(number) == key else None
 
 
 def _following(found: Mapping[str, _Step]) -> int:
@@ -376,19 +367,11 @@ def _store(transaction: Transaction, name: str, found: Mapping[str, _Step], wait
 
 def _row(transaction: Transaction, plan: Row[Any], step: _Step) -> dict[str, Any]:
     return {
-        "plan_pk": plan.pk,
-        "number": step.number,
-        "key": step.key,
+        **structure.fresh_row(transaction, plan, step.number),
         "status": step.status.value,
         **step.columns,
-        "failures": 0,
-        "fell_back": False,
-        "open_blockers": 0,
-        "attempts": 0,
-        "created_at": transaction.now,
-        "changed_at": transaction.now,
         "completed_at": transaction.now if step.status is StepStatus.COMPLETED else None,
-        "source": _compact(step.document),
+        "source": fields.compact(step.document),
     }
 
 
@@ -499,13 +482,13 @@ def _unchanged(row: Row[Any], step: _Step | None) -> set[str]:
 
 
 def _columns_of(field: str) -> tuple[str, ...]:
-    return _COLUMNS.get(field, (_PYTHON_NAMES.get(field, field),))
+    return _COLUMNS.get(field, (fields.PYTHON_NAMES.get(field, field),))
 
 
 def _stored(row: Row[Any], column: str) -> Any:
     value = getattr(row, column)
     # As text, in which true is not 1.
-    return _compact(value) if isinstance(value, dict) else value
+    return fields.compact(value) if isinstance(value, dict) else value
 
 
 def _merged(view: Mapping[str, Any], source: Mapping[str, Any], unchanged: set[str]) -> dict[str, Any]:
@@ -530,11 +513,6 @@ def _written(document: Mapping[str, Any]) -> bytes:
         with suppress(UnicodeEncodeError, RecursionError):
             return (json.dumps(document, **form) + "\n").encode()  # type: ignore[arg-type]  # each is an option of it
     raise StateConflict("objects and lists of a step stand too deep in each other")
-
-
-def _compact(value: object) -> str:
-    """As :func:`tsg.plan.fields.object_from` writes an object."""
-    return json.dumps(value, separators=(",", ":"))
 
 
 # -- learnings -------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from sqlalchemy.engine import Connection, Row
 
 from tsg.errors import PlanNotFound, StepNotFound
 from tsg.plan import fields, scheduling
-from tsg.plan.scheduling import RetryPolicy, StepStatus
+from tsg.plan.scheduling import AT_REST, RetryPolicy, StepStatus
 from tsg.plan.tables import dependencies, expected, learnings, plans, steps
 
 __all__ = [
@@ -24,7 +24,9 @@ __all__ = [
     "StepView",
     "edges",
     "graph",
+    "has_step",
     "learned",
+    "number_of_open_blockers",
     "plan_row",
     "plan_rows",
     "plan_view",
@@ -196,7 +198,7 @@ def step_rows(
     if status is not None:
         query = query.where(steps.c.status == status.value)
     elif not all_of_them:
-        query = query.where(steps.c.status.not_in(_AT_REST))
+        query = query.where(steps.c.status.not_in(AT_REST))
     if owner is not None:
         query = query.where(steps.c.owner == owner)
     if is_ready is not None:
@@ -208,6 +210,24 @@ def step_rows(
 def ready(now: float) -> sa.ColumnElement[bool]:
     """That a step may be claimed: what :func:`tsg.plan.scheduling.is_ready` says, as a condition."""
     return sa.and_(CLAIMABLE, sa.or_(steps.c.due_at.is_(None), steps.c.due_at <= now))
+
+
+def number_of_open_blockers() -> sa.ScalarSelect[int]:
+    """How many of those that a step waits for are not completed, by its dependencies."""
+    blocker = steps.alias("blocker")
+    return (
+        sa.select(sa.func.count())
+        .select_from(dependencies.join(blocker, blocker.c.pk == dependencies.c.blocker_pk))
+        .where(dependencies.c.step_pk == steps.c.pk, blocker.c.status != StepStatus.COMPLETED.value)
+        .scalar_subquery()
+    )
+
+
+def has_step(plan: sa.ColumnElement[Any], *statuses: StepStatus, among: bool) -> sa.ColumnElement[bool]:
+    """That the plan with this key has a step of one of these statuses; or of none of them, where not `among`."""
+    words = [status.value for status in statuses]
+    condition = steps.c.status.in_(words) if among else steps.c.status.not_in(words)
+    return sa.exists().where(steps.c.plan_pk == plan, condition)
 
 
 def edges(connection: Connection, plan: Row[Any]) -> dict[int, list[int]]:
@@ -342,7 +362,6 @@ def graph(connection: Connection, plan: Row[Any], now: float) -> Graph:
 
 #: As the index of claimable steps has it, word for word.
 CLAIMABLE: Final = sa.text("status = 'pending' AND open_blockers = 0")
-_AT_REST: Final = (StepStatus.COMPLETED.value, StepStatus.CANCELLED.value, StepStatus.DELETED.value)
 
 _BY_NAME: Final = sa.select(plans).where(plans.c.name == sa.bindparam("name"))
 _PLAN: Final = {

@@ -29,6 +29,7 @@ from tsg.errors import DependencyCycle, InvalidInput
 from tsg.states import TaskStatus
 
 __all__ = [
+    "AT_REST",
     "AWAITING_DECISION",
     "CLOSED_PLANS",
     "DEFAULT_CAP_SECONDS",
@@ -50,6 +51,7 @@ __all__ = [
     "in_order",
     "is_ready",
     "plan_status",
+    "require_agent",
 ]
 
 #: Of a plan that is made by hand.
@@ -107,6 +109,8 @@ class Decision(StrEnum):
 
 
 AWAITING_DECISION: Final = (StepStatus.PARTIAL, StepStatus.ESCALATED, StepStatus.FAILED)
+#: Nothing more is to come of these.
+AT_REST: Final = (StepStatus.COMPLETED, StepStatus.CANCELLED, StepStatus.DELETED)
 CLOSED_PLANS: Final = (PlanStatus.COMPLETED, PlanStatus.CANCELLED)
 
 _GIVEN_UP: Final = (StepStatus.CANCELLED, StepStatus.DELETED)
@@ -252,6 +256,16 @@ def after_ending(situation: Situation, ended_as: TaskStatus, ended_at: float) ->
     return stays._replace(status=end, failures=failures)
 
 
+def require_agent(decision: Decision, to: str | None) -> None:
+    """That a decision names an agent where it needs one, and only there.
+
+    Raises:
+        InvalidInput: it doesn't.
+    """
+    if (to is not None) != (decision is Decision.REASSIGN):
+        raise InvalidInput("a step is reassigned to an agent, which is named then and only then")
+
+
 def after_decision(situation: Situation, decision: Decision, to: str | None = None) -> Verdict:
     """What becomes of a step that waited for a decision.
 
@@ -261,8 +275,7 @@ def after_decision(situation: Situation, decision: Decision, to: str | None = No
     Raises:
         InvalidInput: `to` is missing, or there without need.
     """
-    if (to is not None) != (decision is Decision.REASSIGN):
-        raise InvalidInput("a step is reassigned to an agent, which is named then and only then")
+    require_agent(decision, to)
     stays = Verdict(StepStatus.COMPLETED, situation.failures, situation.owner, situation.fell_back)
     if decision is Decision.COMPLETE:
         return stays

@@ -11,10 +11,10 @@ from typing import Any, Final
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
 
-from tsg import catalog, schema, values
+from tsg import catalog, schema
 from tsg.engine import refusing
-from tsg.errors import InvalidInput, LedgerError, SchemaOutdated, SchemaTooNew, StateConflict
-from tsg.migrating import Versions, locked, migration, run
+from tsg.errors import LedgerError, SchemaOutdated, SchemaTooNew, StateConflict
+from tsg.migrating import Versions, locked, move, over
 from tsg.plan.tables import metadata, version_table
 from tsg.schema import Report
 from tsg.tables import PLAN_PREFIX, PLAN_VERSION_TABLE
@@ -38,7 +38,8 @@ REVISIONS: Final = ("0001",)
 HEAD: Final = REVISIONS[-1]
 
 #: Where the revisions are, and which table says how far they have come.
-VERSIONS: Final = Versions("plan", PLAN_VERSION_TABLE)
+VERSIONS: Final = Versions("plan", PLAN_VERSION_TABLE, REVISIONS)
+revision_named: Final = VERSIONS.named
 
 _PART: Final = catalog.Part(catalog.like(PLAN_PREFIX), "", (PLAN_VERSION_TABLE, *metadata.tables))
 #: Of what makes up the schema at head, as each database words it: see :mod:`tsg.catalog`.
@@ -84,20 +85,6 @@ def fault(connection: Connection) -> LedgerError | None:
 def is_exact(connection: Connection) -> bool:
     """Whether the plan layer's part of the schema is that of head, and no more."""
     return catalog.digest(catalog.statements(connection, _PART)) == _HEAD_SHA256.get(connection.dialect.name)
-
-
-def revision_named(name: object, *, downgrade: bool = False) -> str:
-    """The revision of that name; ``head`` is one too, and ``base`` for a downgrade.
-
-    Raises:
-        InvalidInput: there is none.
-    """
-    written = values.text(name)
-    if written in ("head", "heads"):
-        return HEAD
-    if written is not None and (written in REVISIONS or (downgrade and written == "base")):
-        return written
-    raise InvalidInput("the plan layer has no such revision")
 
 
 def upgrade(target: Engine | Connection, revision: str = HEAD) -> Report:
@@ -156,27 +143,16 @@ def _revision(connection: Connection) -> str | None:
 
 
 def _migrate(target: Engine | Connection, direction: str, revision: str) -> Report:
-    if values.is_a(target, Engine):
-        with migration(target) as connection:
-            return _migrate(connection, direction, revision)
-    if not values.is_a(target, Connection):
-        raise InvalidInput("a schema is moved over an Engine or a Connection")
-    if target.dialect.name not in _HEAD_SHA256:
-        raise InvalidInput("plans live in SQLite or PostgreSQL")
-    destination = revision_named(revision, downgrade=direction == "downgrade")
-    with locked(target):
-        if direction == "upgrade":
-            schema.upgrade(target)
-        before = _revision(target)
-        if before is not None and before not in REVISIONS:
-            raise SchemaTooNew("the plans were written by a later release: upgrade this package")
-        stands, goes = (("base", *REVISIONS).index(name or "base") for name in (before, destination))
-        if direction == "downgrade" and goes > stands:
-            raise InvalidInput("the plans' schema is older than that already")
-        if goes > stands if direction == "upgrade" else goes < stands:
-            try:
-                run(target, VERSIONS, direction, destination)
-            except (sa.exc.IntegrityError, sa.exc.DataError):
-                raise StateConflict("a stored row can't be held by the schema; nothing was changed") from None
-        verify(target)
-        return Report(False, _revision(target), HEAD)
+    def work(connection: Connection) -> Report:
+        destination = revision_named(revision, downgrade=direction == "downgrade")
+        with locked(connection):
+            if direction == "upgrade":
+                schema.upgrade(connection)
+            before = _revision(connection)
+            if before is not None and before not in REVISIONS:
+                raise SchemaTooNew("the plans were written by a later release: upgrade this package")
+            move(connection, VERSIONS, direction, before, destination)
+            verify(connection)
+            return Report(False, _revision(connection), HEAD)
+
+    return over(target, work)

@@ -12,7 +12,7 @@ from tsg import values
 from tsg.engine import refusing, require_transaction
 from tsg.errors import InvalidInput, LedgerError, StateConflict
 from tsg.ledger import Ledger
-from tsg.plan import attempts, doctor, fields, reading, schema, structure, work
+from tsg.plan import attempts, doctor, fields, reading, scheduling, schema, structure, work
 from tsg.plan.reading import Graph, Learning, PlanView, StepView
 from tsg.plan.scheduling import (
     CLOSED_PLANS,
@@ -86,6 +86,13 @@ class Plans:
             raise InvalidInput("plans stand on a Ledger")
         ledger.require(schema.fault, schema.upgrade)
         self._ledger: Ledger | None = ledger
+
+    @classmethod
+    def _at_head(cls, ledger: Ledger) -> Plans:
+        """Plans on a ledger whose tables for them were looked at before."""
+        plans = cls.__new__(cls)
+        plans._ledger = ledger
+        return plans
 
     @classmethod
     def within(cls, target: Session | Connection, *, clock: Clock | None = None) -> Plans:
@@ -422,8 +429,7 @@ class Plans:
         """
         chosen = fields.one_of(decision, Decision, "a decision")
         agent = None if to is None else fields.agent(to)
-        if (agent is not None) != (chosen is Decision.REASSIGN):
-            raise InvalidInput("a step is reassigned to an agent, which is named then and only then")
+        scheduling.require_agent(chosen, agent)
 
         def carry_out(transaction: Transaction, row: Row[Any], step: Row[Any]) -> StepView:
             found = attempts.decide(transaction, row, step, chosen, agent)

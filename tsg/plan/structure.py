@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import sqlalchemy as sa
@@ -11,7 +12,7 @@ from sqlalchemy.engine import Row
 
 from tsg.errors import DependencyCycle, StateConflict, StepNotFound
 from tsg.plan import reading, scheduling
-from tsg.plan.scheduling import AWAITING_DECISION, CLOSED_PLANS, PlanStatus, StepStatus, Tally
+from tsg.plan.scheduling import AT_REST, AWAITING_DECISION, CLOSED_PLANS, PlanStatus, StepStatus, Tally
 from tsg.plan.tables import agents, attempts, dependencies, expected, learnings, plans, steps
 from tsg.plan.transaction import Transaction
 from tsg.states import ACTIVE, TaskStatus
@@ -22,12 +23,13 @@ __all__ = [
     "cancel_plan",
     "change_links",
     "change_step",
-    "close_root",
     "count_blockers",
     "create_plan",
     "detach",
+    "fresh_row",
     "key_of",
     "learn",
+    "number_of",
     "remove_plan",
     "require_open",
     "settle",
@@ -87,6 +89,28 @@ def require_open(plan: Row[Any]) -> None:
         raise StateConflict("the plan is closed; make a new one for what is left to do")
 
 
+def number_of(key: str) -> int | None:
+    """The number by which a step has, or gets, just this key; ``None`` where none does."""
+    match = _NUMBERED.match(key)
+    number = None if match is None else int(match[1])
+    return number if number is not None and key_of(number) == key else None
+
+
+def fresh_row(transaction: Transaction, plan: Row[Any], number: int) -> dict[str, Any]:
+    """What the row of a step begins with that nobody has worked on."""
+    return {
+        "plan_pk": plan.pk,
+        "number": number,
+        "key": key_of(number),
+        "failures": 0,
+        "fell_back": False,
+        "open_blockers": 0,
+        "attempts": 0,
+        "created_at": transaction.now,
+        "changed_at": transaction.now,
+    }
+
+
 def add_step(
     transaction: Transaction, plan: Row[Any], columns: Mapping[str, Any], links: Mapping[str, list[str]]
 ) -> str:
@@ -100,18 +124,10 @@ def add_step(
     number = plan.next_number
     key = key_of(number)
     made = {
-        "plan_pk": plan.pk,
-        "number": number,
-        "key": key,
+        **fresh_row(transaction, plan, number),
         "status": StepStatus.PENDING.value,
         "metadata": "{}",
         "params": "{}",
-        "failures": 0,
-        "fell_back": False,
-        "attempts": 0,
-        "open_blockers": 0,
-        "created_at": transaction.now,
-        "changed_at": transaction.now,
         **{column: getattr(plan, column) for column in INHERITED},
         **columns,
     }
@@ -205,13 +221,7 @@ def change_links(transaction: Transaction, plan: Row[Any], step: Row[Any], links
 
 def count_blockers(transaction: Transaction, of: Iterable[int]) -> None:
     """Count anew how many open blockers these steps have."""
-    blocker = steps.alias("blocker")
-    is_open = (
-        sa.select(sa.func.count())
-        .select_from(dependencies.join(blocker, blocker.c.pk == dependencies.c.blocker_pk))
-        .where(dependencies.c.step_pk == steps.c.pk, blocker.c.status != StepStatus.COMPLETED.value)
-        .scalar_subquery()
-    )
+    is_open = reading.number_of_open_blockers()
     for some in _in_parts(sorted(of)):
         transaction.write(sa.update(steps).where(steps.c.pk.in_(some)).values(open_blockers=is_open))
 
@@ -260,34 +270,13 @@ def settle(transaction: Transaction, plan: Row[Any]) -> PlanStatus:
     begun = plan.status != PlanStatus.PENDING.value or bool(found.begun)
     status = scheduling.plan_status(Tally(bool(found.any), not found.unsettled, bool(found.failed), begun))
     if status.value != plan.status:
-        closes = status in CLOSED_PLANS
-        transaction.write(
-            sa.update(plans)
-            .where(plans.c.pk == plan.pk, plans.c.status == plan.status)
-            .values(status=status.value, closed_at=max(transaction.now, plan.created_at) if closes else None),
-            expected=1,
-        )
-        if closes:
-            close_root(transaction, plan, TaskStatus.SUCCEEDED, "completed")
+        _move(transaction, plan, status)
     return status
-
-
-def close_root(transaction: Transaction, plan: Row[Any], status: TaskStatus, code: str) -> None:
-    """Close the plan's own task, and its delivery where nobody awaits it."""
-    root = transaction.task(plan.root_id)
-    if root.status in ACTIVE:
-        transaction.end_task(root, status, code)
 
 
 def cancel_plan(transaction: Transaction, plan: Row[Any]) -> None:
     """Close a plan that is given up; its steps are cancelled already."""
-    transaction.write(
-        sa.update(plans)
-        .where(plans.c.pk == plan.pk, plans.c.status == plan.status)
-        .values(status=PlanStatus.CANCELLED.value, closed_at=max(transaction.now, plan.created_at)),
-        expected=1,
-    )
-    close_root(transaction, plan, TaskStatus.CANCELLED, "caller_cancelled")
+    _move(transaction, plan, PlanStatus.CANCELLED)
 
 
 def remove_plan(transaction: Transaction, plan: Row[Any]) -> None:
@@ -315,13 +304,29 @@ def learn(transaction: Transaction, step: Row[Any], texts: Sequence[str]) -> Non
 
 # -- inside ----------------------------------------------------------------------------------------------
 
+#: What a plan's root ends as, and why, with the plan.
+_ROOT_ENDS: Final = {
+    PlanStatus.COMPLETED: (TaskStatus.SUCCEEDED, "completed"),
+    PlanStatus.CANCELLED: (TaskStatus.CANCELLED, "caller_cancelled"),
+}
+
+
+def _move(transaction: Transaction, plan: Row[Any], status: PlanStatus) -> None:
+    """Give a plan another status; where that closes it, its root is closed too, with the delivery nobody awaits."""
+    closes = status in CLOSED_PLANS
+    transaction.write(
+        sa.update(plans)
+        .where(plans.c.pk == plan.pk, plans.c.status == plan.status)
+        .values(status=status.value, closed_at=max(transaction.now, plan.created_at) if closes else None),
+        expected=1,
+    )
+    if closes:
+        root = transaction.task(plan.root_id)
+        if root.status in ACTIVE:
+            transaction.end_task(root, *_ROOT_ENDS[status])
+
+
 _SQL_VARIABLES: Final = 500
-
-
-def _of_plan(*statuses: StepStatus, among: bool) -> sa.ColumnElement[bool]:
-    words = [status.value for status in statuses]
-    condition = steps.c.status.in_(words) if among else steps.c.status.not_in(words)
-    return sa.exists().where(steps.c.plan_pk == sa.bindparam("plan"), condition)
 
 
 _BETWEEN: Final = sa.select(
@@ -330,11 +335,11 @@ _BETWEEN: Final = sa.select(
         sa.exists().where(dependencies.c.blocker_pk == sa.bindparam("step")),
     )
 )
-_SETTLED: Final = (StepStatus.COMPLETED, StepStatus.CANCELLED)
+_of_plan = partial(reading.has_step, sa.bindparam("plan"))
 #: What :class:`tsg.plan.scheduling.Tally` asks, by the index of statuses; that a plan has begun once is not forgotten.
 _TALLY: Final = sa.select(
     _of_plan(StepStatus.DELETED, among=False).label("any"),
-    _of_plan(*_SETTLED, StepStatus.DELETED, among=False).label("unsettled"),
+    _of_plan(*AT_REST, among=False).label("unsettled"),
     _of_plan(StepStatus.FAILED, among=True).label("failed"),
     _of_plan(StepStatus.PENDING, StepStatus.DELETED, among=False).label("begun"),
 )
@@ -361,9 +366,8 @@ def _named(
 
 def _is_to_come(plan: Row[Any], step: Row[Any], key: str) -> bool:
     """Whether a step may still get this key."""
-    match = _NUMBERED.match(key)
-    number = 0 if match is None else int(match[1])
-    return key == key_of(number) and number >= max(plan.next_number, step.number + 1)
+    number = number_of(key)
+    return number is not None and number >= max(plan.next_number, step.number + 1)
 
 
 def _expect(transaction: Transaction, step: Row[Any], links: Mapping[str, list[str]], there: set[str]) -> None:

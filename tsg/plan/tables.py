@@ -21,7 +21,7 @@ from sqlalchemy.types import TypeDecorator
 
 from tsg.plan.scheduling import Backoff, OnExhausted, PlanStatus, StepStatus
 from tsg.states import TERMINAL
-from tsg.tables import PLAN_VERSION_TABLE, TaskId
+from tsg.tables import NAMING, PLAN_VERSION_TABLE, TaskId
 
 __all__ = [
     "JsonObject",
@@ -36,15 +36,7 @@ __all__ = [
     "version_table",
 ]
 
-metadata: Final = sa.MetaData(
-    naming_convention={
-        "pk": "pk_%(table_name)s",
-        "uq": "uq_%(table_name)s_%(column_0_name)s",
-        "fk": "fk_%(table_name)s_%(column_0_name)s",
-        "ck": "ck_%(table_name)s_%(constraint_name)s",
-        "ix": "ix_%(table_name)s_%(column_0_name)s",
-    }
-)
+metadata: Final = sa.MetaData(naming_convention=NAMING)
 
 
 class JsonObject(TypeDecorator[Any]):
