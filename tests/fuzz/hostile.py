@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import sqlite3
+import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,6 +29,15 @@ DIGITS = "".join(("86753", "09421"))
 
 AN_ID = "0f8fad5b-d9cb-469f-a165-70867728950e"
 TEN_MEGABYTES = 10_000_000
+
+
+def says_nothing(ours: tuple[type[BaseException], ...], error: BaseException) -> None:
+    """That an error is exactly one of these and tells nothing of what was passed, printed or looked at."""
+    assert type(error) in ours
+    assert str(error)
+    told = "".join(traceback.format_exception(error)) + repr(error) + repr(error.args)
+    for secret in (MARKER, DIGITS):
+        assert secret.lower() not in told.lower()
 
 
 @dataclass(frozen=True)
