@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
-import stat
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -23,7 +21,7 @@ from sqlalchemy.engine import Connection, Row
 
 from tsg import values
 from tsg.errors import DamagedFile, InvalidInput, StateConflict
-from tsg.plan import fields, reading, scheduling, structure
+from tsg.plan import disk, fields, reading, scheduling, structure
 from tsg.plan.reading import Learning, PlanView
 from tsg.plan.scheduling import DEFAULT_GRACE_SECONDS, DEFAULT_TIMEOUT_SECONDS, OnExhausted, StepStatus
 from tsg.plan.store import Plans
@@ -31,9 +29,6 @@ from tsg.plan.tables import agents, dependencies, expected, steps
 from tsg.plan.transaction import Transaction
 
 __all__ = ["Exported", "Imported", "export_folder", "import_folder", "learnings_markdown", "write_learnings"]
-
-#: The most bytes of a step's file.
-_LARGEST: Final = 16 * 1024 * 1024
 
 _FILE: Final = re.compile(r"(T-[0-9]{3,})\.json\Z")
 _SESSION: Final = re.compile(r"(.+)-([1-9][0-9]{0,8})\Z", re.DOTALL)
@@ -170,7 +165,7 @@ def import_folder(plans: Plans, path: str | os.PathLike[str], *, name: str | Non
         StateConflict: there is a plan with this name.
     """
     _require_plans(plans)
-    folder = _path(path)
+    folder = disk.path_from(path)
     found = _folder(folder)
     named = fields.name(os.path.basename(os.path.abspath(folder)) if name is None else name, "a plan's name")
     waits = _waits(found)
@@ -183,7 +178,7 @@ def import_folder(plans: Plans, path: str | os.PathLike[str], *, name: str | Non
         row = reading.plan_row(transaction.connection, named)
         return Imported(plan=reading.plan_view(transaction.connection, row, transaction.now), notes=notes)
 
-    return plans._write(store)
+    return plans._changed(named, plans._write(store))
 
 
 def _require_plans(plans: object) -> None:
@@ -204,9 +199,9 @@ def _folder(folder: str) -> dict[str, _Step]:
     found = {}
     for name in sorted(names, key=lambda name: (len(name), name)):
         key = name.removesuffix(".json")
-        content = _content(os.path.join(folder, name), name)
+        content = disk.content_of(os.path.join(folder, name), name)
         try:
-            found[key] = _step(key, _document(content))
+            found[key] = _step(key, disk.document_from(content))
         except InvalidInput as error:
             raise DamagedFile(name, str(error)) from None
     following = _following(found)
@@ -217,37 +212,6 @@ def _folder(folder: str) -> dict[str, _Step]:
             if key not in found and (structure.number_of(key) or 0) < following:
                 raise DamagedFile(f"{step.key}.json", "blocks names a step that has no file, and none to come")
     return found
-
-
-def _content(path: str, name: str) -> bytes:
-    def opener(path: str, flags: int) -> int:
-        # Not to wait for a writer, should a pipe stand there now.
-        return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-
-    try:
-        found = os.lstat(path)
-        if not stat.S_ISREG(found.st_mode):
-            raise DamagedFile(name, "this is no regular file")
-        if found.st_size > _LARGEST:
-            raise DamagedFile(name, "the file is too large for a step")
-        with open(path, "rb", opener=opener) as file:
-            return file.read(found.st_size + 1)
-    except OSError:
-        raise DamagedFile(name, "the file can't be read") from None
-
-
-def _document(content: bytes) -> dict[str, Any]:
-    try:
-        text = content.decode()
-    except UnicodeDecodeError:
-        raise InvalidInput("this is no text in UTF-8") from None
-    document = fields.parsed(text)
-    if not isinstance(document, dict):
-        raise InvalidInput("a step must be a JSON object")
-    # Few have as many brackets at all.
-    if text.count("{") + text.count("[") > fields.DEEPEST and fields.is_deeper(document, fields.DEEPEST):
-        raise InvalidInput("objects and lists stand too deep in each other")
-    return document
 
 
 def _step(key: str, document: dict[str, Any]) -> _Step:
@@ -367,7 +331,7 @@ def _store(transaction: Transaction, name: str, found: Mapping[str, _Step], wait
 
 def _row(transaction: Transaction, plan: Row[Any], step: _Step) -> dict[str, Any]:
     return {
-        **structure.fresh_row(transaction, plan, step.number),
+        **structure.fresh_row(transaction, plan, step.number, step.key),
         "status": step.status.value,
         **step.columns,
         "completed_at": transaction.now if step.status is StepStatus.COMPLETED else None,
@@ -412,7 +376,7 @@ def export_folder(plans: Plans, name: str, path: str | os.PathLike[str]) -> Expo
         StateConflict: the folder can't be written; what is there by then is whole, and to export again does the rest.
     """
     _require_plans(plans)
-    folder = _path(path)
+    folder = disk.path_from(path)
     named = plans.show(name)["name"]
 
     def look(transaction: Transaction) -> tuple[PlanView, dict[str, dict[str, Any]]]:
@@ -433,12 +397,12 @@ def export_folder(plans: Plans, name: str, path: str | os.PathLike[str]) -> Expo
     changed = []
     for file, content in contents.items():
         try:
-            if _differs(os.path.join(folder, file), content):
+            if disk.differs(os.path.join(folder, file), content):
                 changed.append(file)
         except InvalidInput as error:
             raise DamagedFile(file, str(error)) from None
     for file in changed:
-        _replace(os.path.join(folder, file), contents[file])
+        disk.replace(os.path.join(folder, file), contents[file])
     return Exported(plan=view, files=len(contents))
 
 
@@ -447,7 +411,8 @@ def _documents(transaction: Transaction, plan: Row[Any]) -> dict[str, dict[str, 
     rows = reading.step_rows(transaction.connection, plan, transaction.now, all_of_them=True)
     views = reading.step_views(transaction.connection, rows, transaction.now)
     try:
-        found = {row.key: _step(row.key, _document(row.source.encode())) for row in rows if row.source is not None}
+        read = [row for row in rows if row.source is not None]
+        found = {row.key: _step(row.key, disk.document_from(row.source.encode())) for row in read}
     except InvalidInput:
         raise StateConflict("what a step was read from is stored, and is damaged") from None
     waited = _waits(found)
@@ -547,68 +512,11 @@ def write_learnings(path: str | os.PathLike[str], text: str) -> None:
         InvalidInput: no text, no path, no folder there, or something else than a file stands there.
         StateConflict: it can't be written.
     """
-    place, written = _path(path), values.text(text)
+    place, written = disk.path_from(path), values.text(text)
     try:
         content = None if written is None else written.encode()
     except UnicodeEncodeError:
         content = None
     if content is None:
         raise InvalidInput("what is written must be text")
-    if not os.path.isdir(os.path.dirname(place) or os.curdir):
-        raise InvalidInput("there is no folder for this file; make it first")
-    if _differs(place, content):
-        _replace(place, content)
-
-
-# -- files -----------------------------------------------------------------------------------------------
-
-
-def _path(given: object) -> str:
-    try:
-        path = str.__str__(os.fsdecode(given))  # type: ignore[arg-type]  # what is no path raises TypeError
-        os.fsencode(path)
-    except Exception:
-        # A path object may raise anything of its own.
-        raise InvalidInput("a path must be text, bytes or a path object") from None
-    if not path or "\0" in path:
-        raise InvalidInput("a path must name something")
-    return path
-
-
-def _differs(path: str, content: bytes) -> bool:
-    """Whether a file has to be written, since it is not there or has other content.
-
-    Raises:
-        InvalidInput: it is no regular file, which is nothing to be replaced.
-    """
-    try:
-        found = os.lstat(path)
-        if not stat.S_ISREG(found.st_mode):
-            raise InvalidInput("this is no regular file")
-        if found.st_size != len(content):
-            return True
-        with open(path, "rb") as file:
-            return file.read() != content
-    except OSError:
-        # What can't be read may still be replaced.
-        return True
-
-
-def _replace(path: str, content: bytes) -> None:
-    """Put a file in another's place, with the permissions of that."""
-    temporary = os.path.join(os.path.dirname(path), f".tsg-{secrets.token_hex(8)}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
-    try:
-        descriptor = os.open(temporary, flags, 0o666)
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(content)
-            with suppress(FileNotFoundError):
-                os.chmod(temporary, stat.S_IMODE(os.lstat(path).st_mode))
-            os.replace(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
-    except OSError:
-        raise StateConflict("a file can't be written; what was there stays") from None
+    disk.write(place, content)
