@@ -6,6 +6,7 @@ folded into the step, by the rules of :mod:`tsg.plan.scheduling`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -15,7 +16,7 @@ from sqlalchemy.engine import Connection, Row
 
 from tsg import reconcile, rules
 from tsg.errors import StateConflict, TaskNotFound
-from tsg.plan import reading, scheduling, structure
+from tsg.plan import fields, reading, scheduling, structure
 from tsg.plan.scheduling import (
     AT_REST,
     AWAITING_DECISION,
@@ -26,7 +27,7 @@ from tsg.plan.scheduling import (
     StepStatus,
     Verdict,
 )
-from tsg.plan.tables import agents, attempts, plans, steps
+from tsg.plan.tables import agents, attempts, dispatches, plans, steps
 from tsg.plan.transaction import Transaction
 from tsg.reconcile import ReconcilePolicy
 from tsg.records import TaskRecord
@@ -103,12 +104,15 @@ def open_attempt(transaction: Transaction, plan: Row[Any], step: Row[Any], agent
     """
     _require_ready(step, transaction.now)
     owner = _owner(step, agent)
+    timeout = step.timeout_seconds
+    if timeout is None and structure.is_long_task(plan):
+        timeout = fields.step_timeout()
     task = transaction.create_task(
         parent_id=plan.root_id,
-        timeout_seconds=step.timeout_seconds,
+        timeout_seconds=timeout,
         delivery_required=False,
         # Without a deadline only its silence can tell that it is gone.
-        expects_heartbeat=step.timeout_seconds is None,
+        expects_heartbeat=timeout is None,
     )
     transaction.write_step(
         step,
@@ -162,6 +166,7 @@ def start(
     if owner is not None:
         columns["session_id"] = f"{owner}-{_next_session(transaction, plan, owner)}"
     transaction.write_step(step, **columns)
+    _arrived(transaction, task.id)
     of_attempt = {"agent": owner, "session_id": columns.get("session_id")}
     transaction.write(sa.update(attempts).where(attempts.c.id == task.id).values(of_attempt), expected=1)
     return notes
@@ -293,7 +298,7 @@ def report(
         task = transaction.task(task.id)
     ended = transaction.end_task(task, ended_as, _CODES[ended_as])
     found = fold(transaction, plan, step, ended, output=output, error=error, learnings=learnings)
-    return found._replace(notes=notes)
+    return found._replace(notes=[*notes, *found.notes])
 
 
 def fold(
@@ -337,6 +342,12 @@ def _end_attempt(transaction: Transaction, attempt: str, ended: dict[str, Any]) 
     """Keep how an attempt has ended, once."""
     still_open = sa.update(attempts).where(attempts.c.id == attempt, attempts.c.ended_as.is_(None))
     transaction.write(still_open.values(ended), expected=1)
+    _arrived(transaction, attempt)
+
+
+def _arrived(transaction: Transaction, attempt: str) -> None:
+    """An attempt that is started or over is on its way to nobody any more, and in nobody's inbox."""
+    transaction.write(sa.delete(dispatches).where(dispatches.c.id == attempt))
 
 
 def _take(
@@ -363,8 +374,8 @@ def _take(
     if completes:
         structure.learn(transaction, step, learnings)
         unblocked = structure.unblock(transaction, step)
-    structure.settle(transaction, plan)
-    return Report(unblocked, [])
+    notes = structure.settle(transaction, plan, succeeded=completes and step.status == StepStatus.IN_PROGRESS.value)
+    return Report(unblocked, notes)
 
 
 def _situation(plan: Row[Any], step: Row[Any]) -> Situation:
@@ -485,7 +496,7 @@ def accept(
             "session_resume": step.session_id,
         }
         # Where the step was to block just the key that this one gets, that is what it does.
-        waiting = [key for key in structure.waiting_for(transaction, step) if key != structure.key_of(plan.next_number)]
+        waiting = [key for key in structure.waiting_for(transaction, step) if key != structure.next_key(plan)]
         links = {"blocked_by": [step.key], "blocks": waiting}
         key = structure.add_step(transaction, plan, columns, links)
     stays = scheduling.after_decision(_situation(plan, step), Decision.COMPLETE)
@@ -507,22 +518,26 @@ def _require_waiting(step: Row[Any]) -> None:
 
 def has_due(connection: Connection, plan: Row[Any], now: float) -> bool:
     """Whether an attempt of the plan has ended without having been folded, or is to be timed out."""
-    return connection.execute(_due(plan, now).limit(1)).first() is not None
+    return connection.execute(_due(plan, now, plan.grace_seconds).limit(1)).first() is not None
 
 
-def advance(transaction: Transaction, plan: Row[Any]) -> list[str]:
+def advance(transaction: Transaction, plan: Row[Any], *, by_heartbeat: bool = True) -> list[str]:
     """Time out the plan's attempts that are due, fold all that have ended; the keys of those that were passed over.
 
     What can't be acted on, a time in the future or a damaged row, stays as it is and stops nothing else.
+
+    Args:
+        by_heartbeat: also what has been silent for longer than the plan's grace; else by deadlines alone.
     """
+    grace = plan.grace_seconds if by_heartbeat else sys.float_info.max
     # A delivery nobody waits for needs no grace.
-    policy = ReconcilePolicy(active_grace_seconds=plan.grace_seconds, delivery_grace_seconds=0)
+    policy = ReconcilePolicy(active_grace_seconds=grace, delivery_grace_seconds=0)
     reconcile.apply(transaction.connection, policy, now=transaction.now, parent_id=plan.root_id, skip_conflicts=True)
     task = tasks.c
     times = (task.created_at, task.updated_at, task.delivery_updated_at)
     sound = sa.and_(rules.sound(task), *(time <= transaction.now for time in times))
     is_gone = task.id.is_(None).label("is_gone")
-    query = _due(plan, transaction.now).add_columns(
+    query = _due(plan, transaction.now, grace).add_columns(
         rules.active(task).label("is_active"), sound.label("is_sound"), is_gone
     )
     passed_over: list[str] = []
@@ -538,10 +553,10 @@ def advance(transaction: Transaction, plan: Row[Any]) -> list[str]:
     return passed_over
 
 
-def _due(plan: Row[Any], now: float) -> sa.Select[Any]:
+def _due(plan: Row[Any], now: float, grace: float) -> sa.Select[Any]:
     """The steps in progress whose attempts have ended, are gone from the ledger, or are to be timed out."""
     task = tasks.c
-    over = sa.or_(task.id.is_(None), sa.not_(rules.active(task)), rules.stale(task, now, now - plan.grace_seconds))
+    over = sa.or_(task.id.is_(None), sa.not_(rules.active(task)), rules.stale(task, now, now - grace))
     query = sa.select(steps).outerjoin(tasks, task.id == steps.c.attempt_id)
     return query.where(_LIVE, steps.c.plan_pk == plan.pk, over)
 

@@ -19,7 +19,7 @@ from tsg.engine import DATABASE_ERRORS, contained, refusing, snapshot
 from tsg.listing import Progress
 from tsg.plan import reading, schema
 from tsg.plan.scheduling import PlanStatus, StepStatus
-from tsg.plan.tables import agents, attempts, dependencies, learnings, plans, steps
+from tsg.plan.tables import agents, attempts, dependencies, dispatches, learnings, plans, runs, steps
 from tsg.sessions import Session, connection_of
 from tsg.tables import tasks
 
@@ -211,13 +211,31 @@ def _wrong_plan_states() -> sa.Select[Any]:
     right = {
         PlanStatus.COMPLETED: sa.and_(any_step, sa.not_(unsettled)),
         PlanStatus.CANCELLED: sa.not_(unsettled),
-        PlanStatus.FAILED: failed,
+        PlanStatus.FAILED: sa.and_(is_open, sa.or_(failed, runs.c.halted)),
         # That a plan has begun once is not forgotten, whatever was deleted since.
         PlanStatus.RUNNING: sa.and_(is_open, sa.not_(failed)),
-        PlanStatus.PENDING: sa.and_(is_open, sa.not_(begun)),
+        # One that goes on after it was failed is pending until somebody takes its next step.
+        PlanStatus.PENDING: sa.and_(is_open, sa.or_(sa.not_(begun), runs.c.global_retry > 0), sa.not_(failed)),
     }
     fits = sa.case(*((plans.c.status == status.value, condition) for status, condition in right.items()))
-    return sa.select(plans.c.pk).where(rules.is_not_true(fits))
+    # Only a failed plan is halted.
+    halts = sa.or_(plans.c.status == PlanStatus.FAILED.value, sa.not_(runs.c.halted))
+    joined = plans.outerjoin(runs, runs.c.plan_pk == plans.c.pk)
+    return sa.select(plans.c.pk).select_from(joined).where(rules.is_not_true(sa.and_(fits, halts)))
+
+
+def _stray_runs() -> sa.Select[Any]:
+    """How plans are run that are not there."""
+    return sa.select(runs.c.plan_pk).where(~sa.exists().where(plans.c.pk == runs.c.plan_pk))
+
+
+def _wrong_dispatches() -> sa.Select[Any]:
+    """What is on its way, or in an inbox, and is no live attempt, or that of another agent."""
+    attempt = attempts.c
+    joined = dispatches.outerjoin(attempts, attempt.id == dispatches.c.id)
+    is_live = sa.exists().where(steps.c.attempt_id == dispatches.c.id)
+    right = sa.and_(attempt.ended_as.is_(None), attempt.agent == dispatches.c.agent, is_live)
+    return sa.select(dispatches.c.id).select_from(joined).where(rules.is_not_true(right))
 
 
 def _wrong_roots() -> sa.Select[Any]:
@@ -295,6 +313,8 @@ CHECKS: Final = (
     Check("ended attempts", _number_of(_wrong_ended_attempts)),
     Check("numbers of attempts", _number_of(_wrong_attempt_counts)),
     Check("states of plans", _number_of(_wrong_plan_states)),
+    Check("runs", _number_of(_stray_runs)),
+    Check("dispatches", _number_of(_wrong_dispatches)),
     Check("roots", _number_of(_wrong_roots)),
     Check("numbers of steps", _number_of(_wrong_numbers)),
     Check("learnings", _number_of(_wrong_learnings)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
@@ -16,7 +17,7 @@ from typing import Any, Final
 
 from tsg import values
 from tsg.errors import InvalidInput
-from tsg.plan.scheduling import RetryPolicy
+from tsg.plan.scheduling import DEFAULT_STEP_TIMEOUT_SECONDS, RetryPolicy
 
 __all__ = [
     "DEEPEST",
@@ -40,6 +41,7 @@ __all__ = [
     "prose_list",
     "settings",
     "step_fields",
+    "step_timeout",
     "timeout_ms",
 ]
 
@@ -248,6 +250,19 @@ def from_json(document: Mapping[str, object]) -> dict[str, object]:
             raise InvalidInput("timeout_ms must be a number")
         fields["timeout_seconds"] = None if milliseconds is None else float(milliseconds) / 1000
     return fields
+
+
+def step_timeout() -> float:
+    """Seconds that a step of a long task has which says nothing of it itself: ``TSG_STEP_TIMEOUT``, or 300.
+
+    Raises:
+        InvalidInput: what the environment says is no positive number.
+    """
+    said = os.environ.get("TSG_STEP_TIMEOUT")
+    seconds = DEFAULT_STEP_TIMEOUT_SECONDS if not said else _timeout(values.non_negative(said, "TSG_STEP_TIMEOUT"))
+    if seconds is None:
+        raise InvalidInput("TSG_STEP_TIMEOUT must be more than 0 seconds")
+    return seconds
 
 
 def timeout_ms(seconds: float | None) -> int | float | None:

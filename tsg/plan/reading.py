@@ -13,7 +13,7 @@ from sqlalchemy.engine import Connection, Row
 from tsg.errors import PlanNotFound, StepNotFound
 from tsg.plan import fields, scheduling
 from tsg.plan.scheduling import AT_REST, RetryPolicy, StepStatus
-from tsg.plan.tables import dependencies, expected, learnings, plans, steps
+from tsg.plan.tables import dependencies, expected, learnings, plans, runs, steps
 
 __all__ = [
     "Edge",
@@ -99,12 +99,21 @@ class PlanView(TypedDict):
         defaults: what a step has where it says nothing else.
         grace_seconds: how long an attempt that sends heartbeats may be silent.
         created_at, closed_at: seconds since the epoch.
+        agent, session_name: who does a step that has no owner, and in which session of theirs.
+        halted: something could not be delivered to its agent; the plan is failed for that.
+        global_retry: how often it has gone on after it was failed.
+        cockpit: the file of the page that tells how it stands.
     """
 
     name: str
     description: str | None
     status: str
     root: str
+    agent: str | None
+    session_name: str | None
+    halted: bool
+    global_retry: int
+    cockpit: str | None
     on_exhausted: str
     grace_seconds: float
     defaults: dict[str, Any]
@@ -168,7 +177,7 @@ def plan_row(connection: Connection, name: str, lock: str | None = None) -> Row[
 
 def plan_rows(connection: Connection) -> Sequence[Row[Any]]:
     """All plans, in order of creation."""
-    return connection.execute(sa.select(plans).order_by(plans.c.pk)).all()
+    return connection.execute(_PLANS.order_by(plans.c.pk)).all()
 
 
 def step_row(connection: Connection, plan: Row[Any], key: str, *, lock: bool = False) -> Row[Any]:
@@ -312,6 +321,11 @@ def plan_view(connection: Connection, plan: Row[Any], now: float) -> PlanView:
         description=plan.description,
         status=plan.status,
         root=plan.root_id,
+        agent=plan.agent,
+        session_name=plan.session_name,
+        halted=plan.halted,
+        global_retry=plan.global_retry,
+        cockpit=plan.cockpit,
         on_exhausted=plan.on_exhausted,
         grace_seconds=plan.grace_seconds,
         defaults={
@@ -363,7 +377,11 @@ def graph(connection: Connection, plan: Row[Any], now: float) -> Graph:
 #: As the index of claimable steps has it, word for word.
 CLAIMABLE: Final = sa.text("status = 'pending' AND open_blockers = 0")
 
-_BY_NAME: Final = sa.select(plans).where(plans.c.name == sa.bindparam("name"))
+#: With how it is run. Both rows are locked, so that neither is older than the other.
+_PLANS: Final = sa.select(plans, *(column for column in runs.c if column is not runs.c.plan_pk)).join_from(
+    plans, runs, runs.c.plan_pk == plans.c.pk
+)
+_BY_NAME: Final = _PLANS.where(plans.c.name == sa.bindparam("name"))
 _PLAN: Final = {
     None: _BY_NAME,
     "shared": _BY_NAME.with_for_update(read=True),

@@ -35,7 +35,9 @@ __all__ = [
     "DEFAULT_CAP_SECONDS",
     "DEFAULT_GRACE_SECONDS",
     "DEFAULT_RETRIES",
+    "DEFAULT_STEP_TIMEOUT_SECONDS",
     "DEFAULT_TIMEOUT_SECONDS",
+    "MOST_REVIVALS",
     "STEP_TRANSITIONS",
     "Backoff",
     "Decision",
@@ -57,7 +59,11 @@ __all__ = [
 #: Of a plan that is made by hand.
 DEFAULT_TIMEOUT_SECONDS: Final = 120.0
 DEFAULT_RETRIES: Final = 3
+#: Of a step of a long task.
+DEFAULT_STEP_TIMEOUT_SECONDS: Final = 300.0
 DEFAULT_GRACE_SECONDS: Final = 600.0
+#: How often a plan that was failed goes on by itself; then a person must look (runner.md, section 3).
+MOST_REVIVALS: Final = 3
 #: The longest delay before a retry where a policy names none.
 DEFAULT_CAP_SECONDS: Final = 3600.0
 
@@ -293,19 +299,21 @@ class Tally(NamedTuple):
         all_settled: each is completed or cancelled.
         any_failed: one has failed, and the plan with it.
         begun: one is not pending, or has had an attempt.
+        halted: something could not be delivered to its agent, which fails the plan whatever its steps are.
     """
 
     any: bool
     all_settled: bool
     any_failed: bool
     begun: bool
+    halted: bool = False
 
 
 def plan_status(tally: Tally) -> PlanStatus:
     """Where a plan that is open stands: completed once every step is completed or cancelled, and there is one."""
     if tally.any and tally.all_settled:
         return PlanStatus.COMPLETED
-    if tally.any_failed:
+    if tally.any_failed or tally.halted:
         return PlanStatus.FAILED
     return PlanStatus.RUNNING if tally.begun else PlanStatus.PENDING
 

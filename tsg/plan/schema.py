@@ -34,7 +34,7 @@ __all__ = [
     "verify",
 ]
 
-REVISIONS: Final = ("0001",)
+REVISIONS: Final = ("0001", "0002")
 HEAD: Final = REVISIONS[-1]
 
 #: Where the revisions are, and which table says how far they have come.
@@ -44,8 +44,8 @@ revision_named: Final = VERSIONS.named
 _PART: Final = catalog.Part(catalog.like(PLAN_PREFIX), "", (PLAN_VERSION_TABLE, *metadata.tables))
 #: Of what makes up the schema at head, as each database words it: see :mod:`tsg.catalog`.
 _HEAD_SHA256: Final = {
-    "sqlite": "771cd3c07162143e676d600bf1b5964c1acdfc294e5072cfece7e732ece9086c",
-    "postgresql": "3b4147412933ae87bbbc41b3607382d595fe6840f4676127fcdf40be5537042f",
+    "sqlite": "b5c271a9eff6932e428337af4421a62eae761596a41bd795bc31640f82c4ba18",
+    "postgresql": "b8014898868db24829ecf9867272908fd7b3aec2236d5c8decc1ec74be224f74",
 }
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Final, TypeVar
 
+import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Row
 
 from tsg import values
 from tsg.engine import refusing, require_transaction
 from tsg.errors import InvalidInput, LedgerError, StateConflict
 from tsg.ledger import Ledger
-from tsg.plan import attempts, doctor, fields, reading, scheduling, schema, structure, work
+from tsg.plan import attempts, disk, doctor, fields, reading, scheduling, schema, structure, work
 from tsg.plan.reading import Graph, Learning, PlanView, StepView
 from tsg.plan.scheduling import (
     CLOSED_PLANS,
@@ -24,6 +26,7 @@ from tsg.plan.scheduling import (
     PlanStatus,
     StepStatus,
 )
+from tsg.plan.tables import runs
 from tsg.plan.transaction import Transaction
 from tsg.sessions import Session, clock_of, connection_of
 from tsg.states import Clock, TaskStatus
@@ -70,6 +73,7 @@ class Plans:
     Args:
         ledger: on a file or a URL, where the plans' tables are brought in as they are needed; on an application's
             engine they are there already (``tsg upgrade --plan``).
+        on_change: called with these plans and a plan's name after each transaction that may have changed it.
 
     Raises:
         InvalidInput: no :class:`tsg.Ledger`.
@@ -81,17 +85,20 @@ class Plans:
     by its key, an attempt by its token, which is the id of its ledger task. Times are seconds since the epoch.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, *, on_change: Callable[[Plans, str], object] | None = None) -> None:
         if not values.is_a(ledger, Ledger):
             raise InvalidInput("plans stand on a Ledger")
+        values.optional_callable(on_change, "on_change")
         ledger.require(schema.fault, schema.upgrade)
         self._ledger: Ledger | None = ledger
+        self._on_change = on_change
 
     @classmethod
     def _at_head(cls, ledger: Ledger) -> Plans:
         """Plans on a ledger whose tables for them were looked at before."""
         plans = cls.__new__(cls)
         plans._ledger = ledger
+        plans._on_change = None
         return plans
 
     @classmethod
@@ -114,6 +121,7 @@ class Plans:
             raise fault
         plans = cls.__new__(cls)
         plans._ledger = None
+        plans._on_change = None
         plans._target = target
         plans._clock = clock
         return plans
@@ -136,6 +144,10 @@ class Plans:
         fallback_agent: str | None = None,
         partial_ok: bool = False,
         grace_seconds: float = DEFAULT_GRACE_SECONDS,
+        agent: str | None = None,
+        session_name: str | None = None,
+        cockpit: str | os.PathLike[str] | None = None,
+        theme: str | None = None,
     ) -> PlanView:
         """Make a plan, without steps.
 
@@ -148,6 +160,10 @@ class Plans:
             fallback_agent: who tries once more from the start when the retries are used up.
             partial_ok: what a timed-out attempt has left may be all that is wanted.
             grace_seconds: how long an attempt that sends heartbeats may be silent.
+            agent: whom a runner asks to do a step that has no owner.
+            session_name: in which session of theirs, where the step names none; by default ``main``.
+            cockpit: the file of a page that tells how the plan stands, which commands keep up to date.
+            theme: what that page looks like, ``pet`` or ``plain``.
 
         Raises:
             InvalidInput: a malformed argument.
@@ -161,13 +177,26 @@ class Plans:
         columns["description"] = fields.optional_prose(description, "a description")
         columns["on_exhausted"] = fields.one_of(on_exhausted, OnExhausted, "on_exhausted").value
         columns["grace_seconds"] = values.non_negative(grace_seconds, "a grace")
+        columns["agent"] = None if agent is None else fields.agent(agent)
+        columns["session_name"] = fields.optional_prose(session_name, "a session's name")
+        columns |= disk.page(cockpit, theme)
         required = values.flag(delivery_required, "delivery_required")
 
         def make(transaction: Transaction) -> PlanView:
             structure.create_plan(transaction, named, columns, delivery_required=required)
             return self._plan_view(transaction, named)
 
-        return self._write(make)
+        return self._changed(named, self._write(make))
+
+    def show_in(self, plan: str, cockpit: str | os.PathLike[str] | None, *, theme: str | None = None) -> PlanView:
+        """Give a plan another file of the page that tells how it stands, or none; see :meth:`create`."""
+        columns = disk.page(cockpit, theme)
+
+        def change(transaction: Transaction, row: Row[Any]) -> PlanView:
+            transaction.write(sa.update(runs).where(runs.c.plan_pk == row.pk).values(columns), expected=1)
+            return self._plan_view(transaction, row.name)
+
+        return self._on_plan(plan, change)
 
     def plans(self) -> list[PlanView]:
         """All plans, in order of creation, each advanced first."""
@@ -460,8 +489,10 @@ class Plans:
         """Open and start the next ready step that is this agent's or nobody's; ``None`` where there is none."""
         named = fields.agent(agent)
 
+        plan_name = fields.name(plan, "a plan's name")
+
         def take(transaction: Transaction) -> StepView | None:
-            row, _ = self._enter(transaction, fields.name(plan, "a plan's name"))
+            row, _ = self._enter(transaction, plan_name)
             if row.status in CLOSED_PLANS:
                 return None
             found = attempts.claim(transaction, row, named)
@@ -470,7 +501,7 @@ class Plans:
             key, notes = found
             return self._step_view(transaction, row, key, attempts.Report([], notes))
 
-        return self._write(take)
+        return self._changed(plan_name, self._write(take))
 
     def open(self, plan: str, key: str, *, agent: str | None = None) -> StepView:
         """Make a queued attempt of a ready step: somebody is asked to do it, and its deadline does not run yet.
@@ -614,6 +645,12 @@ class Plans:
                 self._target.expire_all()
             return answer
 
+    def _changed(self, named: str, answer: _Answer) -> _Answer:
+        """Tell whoever wants to know that a plan may have changed; the answer, as it was."""
+        if self._on_change is not None:
+            self._on_change(self, named)
+        return answer
+
     def _read(self, look: Callable[[Transaction], _Answer]) -> _Answer:
         if self._ledger is not None:
             return self._ledger.read(lambda connection, clock: look(Transaction(connection, clock)))
@@ -626,7 +663,8 @@ class Plans:
     def _on_plan(self, plan: str, do: Callable[[Transaction, Row[Any]], _Answer]) -> _Answer:
         """Do something to a plan that others keep their hands off."""
         named = fields.name(plan, "a plan's name")
-        return self._write(lambda transaction: do(transaction, reading.plan_row(transaction.connection, named, "own")))
+        found = self._write(lambda transaction: do(transaction, reading.plan_row(transaction.connection, named, "own")))
+        return self._changed(named, found)
 
     def _on_step(
         self,
@@ -643,7 +681,7 @@ class Plans:
             row = reading.plan_row(transaction.connection, named, lock)
             return do(transaction, row, reading.step_row(transaction.connection, row, step_key, lock=True))
 
-        return self._write(on)
+        return self._changed(named, self._write(on))
 
     def _on_advanced_step(
         self,
@@ -672,7 +710,7 @@ class Plans:
                     raise
                 return refused
 
-        found = self._write(on)
+        found = self._changed(named, self._write(on))
         if isinstance(found, LedgerError):
             raise found
         return found

@@ -12,8 +12,16 @@ from sqlalchemy.engine import Row
 
 from tsg.errors import DependencyCycle, StateConflict, StepNotFound
 from tsg.plan import reading, scheduling
-from tsg.plan.scheduling import AT_REST, AWAITING_DECISION, CLOSED_PLANS, PlanStatus, StepStatus, Tally
-from tsg.plan.tables import agents, attempts, dependencies, expected, learnings, plans, steps
+from tsg.plan.scheduling import (
+    AT_REST,
+    AWAITING_DECISION,
+    CLOSED_PLANS,
+    MOST_REVIVALS,
+    PlanStatus,
+    StepStatus,
+    Tally,
+)
+from tsg.plan.tables import agents, attempts, dependencies, dispatches, expected, learnings, plans, runs, steps
 from tsg.plan.transaction import Transaction
 from tsg.states import ACTIVE, TaskStatus
 
@@ -27,8 +35,11 @@ __all__ = [
     "create_plan",
     "detach",
     "fresh_row",
+    "halt",
+    "is_long_task",
     "key_of",
     "learn",
+    "next_key",
     "number_of",
     "remove_plan",
     "require_open",
@@ -49,6 +60,7 @@ INHERITED: Final = (
     "partial_ok",
 )
 _NUMBERED: Final = re.compile(r"T-([0-9]{3,9})\Z")
+_COUNTED: Final = re.compile(r"[1-9][0-9]{0,8}\Z")
 #: Steps that may be given more to wait for.
 _WAITING: Final = (StepStatus.PENDING, *AWAITING_DECISION)
 
@@ -58,8 +70,21 @@ def key_of(number: int) -> str:
     return f"T-{number:03d}"
 
 
+def is_long_task(plan: Row[Any]) -> bool:
+    """Whether a plan was read from a long task's file: its steps form a chain, and keep the ids that they had there."""
+    return plan.source is not None
+
+
+def next_key(plan: Row[Any]) -> str:
+    """The key that a plan's next step gets."""
+    return str(plan.next_number) if is_long_task(plan) else key_of(plan.next_number)
+
+
 def create_plan(transaction: Transaction, name: str, columns: Mapping[str, Any], *, delivery_required: bool) -> None:
     """Make a plan and its root, a ledger task that stays queued as long as the plan is open.
+
+    Args:
+        columns: of the plan, and of how it is run.
 
     Raises:
         StateConflict: there is a plan with this name.
@@ -73,10 +98,14 @@ def create_plan(transaction: Transaction, name: str, columns: Mapping[str, Any],
         "created_at": transaction.now,
         **columns,
     }
+    of_run: dict[str, Any] = {"halted": False, "global_retry": 0}
+    of_run |= {column: made.pop(column) for column in _OF_RUN if column in made}
     try:
-        transaction.write(sa.insert(plans).values(made))
+        inserted = transaction.connection.execute(sa.insert(plans).values(made)).inserted_primary_key
     except sa.exc.IntegrityError:
         raise StateConflict("there is a plan with this name already") from None
+    assert inserted is not None
+    transaction.write(sa.insert(runs).values(plan_pk=inserted[0], **of_run), expected=1)
 
 
 def require_open(plan: Row[Any]) -> None:
@@ -96,12 +125,12 @@ def number_of(key: str) -> int | None:
     return number if number is not None and key_of(number) == key else None
 
 
-def fresh_row(transaction: Transaction, plan: Row[Any], number: int) -> dict[str, Any]:
+def fresh_row(transaction: Transaction, plan: Row[Any], number: int, key: str) -> dict[str, Any]:
     """What the row of a step begins with that nobody has worked on."""
     return {
         "plan_pk": plan.pk,
         "number": number,
-        "key": key_of(number),
+        "key": key,
         "failures": 0,
         "fell_back": False,
         "open_blockers": 0,
@@ -114,7 +143,7 @@ def fresh_row(transaction: Transaction, plan: Row[Any], number: int) -> dict[str
 def add_step(
     transaction: Transaction, plan: Row[Any], columns: Mapping[str, Any], links: Mapping[str, list[str]]
 ) -> str:
-    """Make a step with the next key; which that is.
+    """Make a step with the next key; which that is. One more of a long task waits for the one before it.
 
     Raises:
         StepNotFound: it is to wait for a step that is not there, or block one that will never be.
@@ -122,9 +151,11 @@ def add_step(
         StateConflict: it is to block one that runs or has ended.
     """
     number = plan.next_number
-    key = key_of(number)
+    key = next_key(plan)
+    if is_long_task(plan) and "blocked_by" not in links:
+        links = {**links, "add_blocked_by": [*_last(transaction, plan), *links.get("add_blocked_by", ())]}
     made = {
-        **fresh_row(transaction, plan, number),
+        **fresh_row(transaction, plan, number, key),
         "status": StepStatus.PENDING.value,
         "metadata": "{}",
         "params": "{}",
@@ -262,16 +293,38 @@ def detach(transaction: Transaction, step: Row[Any]) -> tuple[list[str], list[st
     return keys, free
 
 
-def settle(transaction: Transaction, plan: Row[Any]) -> PlanStatus:
-    """Let the plan's own status, and its root, follow from where its steps stand; which status that is."""
+def settle(transaction: Transaction, plan: Row[Any], *, succeeded: bool = False) -> list[str]:
+    """Let the plan's own status, and its root, follow from where its steps stand.
+
+    Args:
+        succeeded: a step has just been done, by which a plan that was halted goes on (runner.md, section 3).
+
+    Returns:
+        What was done besides, in words.
+    """
     if plan.status in CLOSED_PLANS:
-        return PlanStatus(plan.status)
+        return []
     found = transaction.connection.execute(_TALLY, {"plan": plan.pk}).one()
+    if succeeded and plan.halted and found.unsettled and not found.failed and not found.escalated:
+        if plan.global_retry >= MOST_REVIVALS:
+            return ["the plan stays failed: it has gone on three times, and a person must look (tsg run --resume)"]
+        revived = {"halted": False, "global_retry": plan.global_retry + 1}
+        transaction.write(sa.update(runs).where(runs.c.plan_pk == plan.pk).values(revived), expected=1)
+        _move(transaction, plan, PlanStatus.PENDING)
+        return ["the plan was failed, and goes on"]
     begun = plan.status != PlanStatus.PENDING.value or bool(found.begun)
-    status = scheduling.plan_status(Tally(bool(found.any), not found.unsettled, bool(found.failed), begun))
+    tally = Tally(bool(found.any), not found.unsettled, bool(found.failed), begun, plan.halted)
+    status = scheduling.plan_status(tally)
     if status.value != plan.status:
         _move(transaction, plan, status)
-    return status
+    return []
+
+
+def halt(transaction: Transaction, plan: Row[Any]) -> None:
+    """Fail an open plan, since something could not be delivered; its steps stay as they are."""
+    transaction.write(sa.update(runs).where(runs.c.plan_pk == plan.pk).values(halted=True), expected=1)
+    if plan.status != PlanStatus.FAILED.value:
+        _move(transaction, plan, PlanStatus.FAILED)
 
 
 def cancel_plan(transaction: Transaction, plan: Row[Any]) -> None:
@@ -283,14 +336,17 @@ def remove_plan(transaction: Transaction, plan: Row[Any]) -> None:
     """Take a plan away, with all that is known of it but what the ledger knows."""
     # By hand, since an application's SQLite may have its foreign keys off.
     of_plan = sa.select(steps.c.pk).where(steps.c.plan_pk == plan.pk)
+    of_step = sa.select(attempts.c.id).where(attempts.c.step_pk.in_(of_plan))
     for table, column in (
+        (dispatches, dispatches.c.id),
         (learnings, learnings.c.step_pk),
         (attempts, attempts.c.step_pk),
         (expected, expected.c.blocker_pk),
         (dependencies, dependencies.c.step_pk),
     ):
-        transaction.write(sa.delete(table).where(column.in_(of_plan)))
-    for table, column in ((agents, agents.c.plan_pk), (steps, steps.c.plan_pk), (plans, plans.c.pk)):
+        transaction.write(sa.delete(table).where(column.in_(of_step if table is dispatches else of_plan)))
+    by_plan = ((agents, agents.c.plan_pk), (runs, runs.c.plan_pk), (steps, steps.c.plan_pk), (plans, plans.c.pk))
+    for table, column in by_plan:
         transaction.write(sa.delete(table).where(column == plan.pk))
 
 
@@ -321,11 +377,15 @@ def _move(transaction: Transaction, plan: Row[Any], status: PlanStatus) -> None:
         expected=1,
     )
     if closes:
+        # What could not be delivered is of no matter any more.
+        transaction.write(sa.update(runs).where(runs.c.plan_pk == plan.pk).values(halted=False), expected=1)
         root = transaction.task(plan.root_id)
         if root.status in ACTIVE:
             transaction.end_task(root, *_ROOT_ENDS[status])
 
 
+#: The columns of a plan that are in the row of how it is run.
+_OF_RUN: Final = frozenset(column.name for column in runs.c) - {"plan_pk"}
 _SQL_VARIABLES: Final = 500
 
 
@@ -341,6 +401,7 @@ _TALLY: Final = sa.select(
     _of_plan(StepStatus.DELETED, among=False).label("any"),
     _of_plan(*AT_REST, among=False).label("unsettled"),
     _of_plan(StepStatus.FAILED, among=True).label("failed"),
+    _of_plan(StepStatus.ESCALATED, among=True).label("escalated"),
     _of_plan(StepStatus.PENDING, StepStatus.DELETED, among=False).label("begun"),
 )
 
@@ -364,9 +425,16 @@ def _named(
     return [found[key] for key in wanted if key in found]
 
 
+def _last(transaction: Transaction, plan: Row[Any]) -> list[str]:
+    """The key of the last step that can still be waited for, if there is one."""
+    given_up = [StepStatus.CANCELLED.value, StepStatus.DELETED.value]
+    query = sa.select(steps.c.key).where(steps.c.plan_pk == plan.pk, steps.c.status.not_in(given_up))
+    return _column(transaction, query.order_by(steps.c.number.desc()).limit(1))
+
+
 def _is_to_come(plan: Row[Any], step: Row[Any], key: str) -> bool:
     """Whether a step may still get this key."""
-    number = number_of(key)
+    number = (int(key) if _COUNTED.match(key) else None) if is_long_task(plan) else number_of(key)
     return number is not None and number >= max(plan.next_number, step.number + 1)
 
 

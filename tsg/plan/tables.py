@@ -28,10 +28,12 @@ __all__ = [
     "agents",
     "attempts",
     "dependencies",
+    "dispatches",
     "expected",
     "learnings",
     "metadata",
     "plans",
+    "runs",
     "steps",
     "version_table",
 ]
@@ -95,6 +97,28 @@ plans: Final = sa.Table(
     sa.CheckConstraint("retries >= 0", name="retries"),
     sa.CheckConstraint("grace_seconds >= 0", name="grace_seconds"),
     sa.CheckConstraint("(closed_at IS NOT NULL) = (status = 'completed' OR status = 'cancelled')", name="closed_at"),
+)
+
+#: How a plan is carried out; a row a plan. One that is worked through by hand has little in it.
+runs: Final = sa.Table(
+    "tsg_plan_runs",
+    metadata,
+    sa.Column(
+        "plan_pk", _Key, sa.ForeignKey("tsg_plans.pk", ondelete="CASCADE"), primary_key=True, autoincrement=False
+    ),
+    # Who does a step that has no owner, and in which session of theirs.
+    sa.Column("agent", sa.Text()),
+    sa.Column("session_name", sa.Text()),
+    # Something could not be delivered, and the plan is failed for that, whatever its steps are.
+    sa.Column("halted", sa.Boolean(), nullable=False),
+    # How often it has gone on after it was failed.
+    sa.Column("global_retry", sa.Integer(), nullable=False),
+    # The page that tells how it stands.
+    sa.Column("cockpit", sa.Text()),
+    sa.Column("theme", sa.Text()),
+    # The document of a long task that it was read from, without its steps, to be written back as it was.
+    sa.Column("source", sa.Text()),
+    sa.CheckConstraint("global_retry >= 0", name="global_retry"),
 )
 
 steps: Final = sa.Table(
@@ -182,6 +206,23 @@ attempts: Final = sa.Table(
     sa.CheckConstraint("(ended_at IS NULL) = (ended_as IS NULL)", name="ended_at"),
 )
 
+#: Attempts on their way to an agent. A row goes as soon as the attempt is started or over.
+dispatches: Final = sa.Table(
+    "tsg_plan_dispatches",
+    metadata,
+    sa.Column("id", TaskId(), sa.ForeignKey("tsg_plan_attempts.id", ondelete="CASCADE"), primary_key=True),
+    sa.Column("agent", sa.Text(), nullable=False),
+    sa.Column("session", sa.Text(), nullable=False),
+    # How often it was sent.
+    sa.Column("deliveries", sa.Integer(), nullable=False),
+    # Until when whoever sends it has the time for that; then another may send it once more.
+    sa.Column("lease_until", sa.Double()),
+    # Since when it lies in the agent's inbox, for the agent to take.
+    sa.Column("inbox_at", sa.Double()),
+    sa.CheckConstraint("lease_until IS NOT NULL OR inbox_at IS NOT NULL", name="lease_until"),
+    sa.CheckConstraint("deliveries > 0", name="deliveries"),
+)
+
 #: How many sessions an agent has had in a plan.
 agents: Final = sa.Table(
     "tsg_plan_agents",
@@ -214,6 +255,14 @@ sa.Index("ix_tsg_plan_steps_live", steps.c.plan_pk, sqlite_where=_LIVE, postgres
 sa.Index("ix_tsg_plan_steps_status", steps.c.plan_pk, steps.c.status)
 sa.Index("ix_tsg_plan_dependencies_blocker_pk", dependencies.c.blocker_pk)
 sa.Index("ix_tsg_plan_expected_key", expected.c.key)
+_IN_INBOX: Final = sa.text("inbox_at IS NOT NULL")
+sa.Index(
+    "ix_tsg_plan_dispatches_inbox",
+    dispatches.c.agent,
+    dispatches.c.inbox_at,
+    sqlite_where=_IN_INBOX,
+    postgresql_where=_IN_INBOX,
+)
 
 #: As Alembic makes it; apart from the metadata, since it is Alembic's to create.
 version_table: Final = sa.Table(
