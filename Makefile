@@ -10,12 +10,18 @@ PORTABLE = tests/test_values.py tests/test_states.py tests/test_ledger.py tests/
   tests/test_aio.py tests/test_host_engines.py tests/test_public_surface.py tests/test_demo.py tests/test_execution.py \
   tests/test_prune.py tests/plan/test_scheduling.py tests/plan/test_in_session.py
 
-.PHONY: demo test test-all test-lowest test-portable portable faults fuzz soak lint bench bench-full dist clean
+.PHONY: demo cockpit test test-all test-lowest test-portable portable faults fuzz soak lint bench bench-full dist clean
 
 # With DB=postgresql+psycopg://… in a schema of its own there, which it makes and drops.
 demo: $(VENV)/.runtime
 	@$(if $(findstring postgresql,$(DB)),$(PIP) install --editable ".[postgresql]")
 	@$(BIN)/tsg $(if $(DB),--db "$(DB)") demo
+	@echo "(or: make cockpit)"
+
+# A sample plan that moves by itself, in the browser.
+cockpit: $(VENV)/.runtime
+	@$(PIP) install --editable ".[cockpit]"
+	@$(BIN)/tsg demo --cockpit
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(TESTS)
@@ -45,7 +51,7 @@ test-lowest:
 	@[ -e $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --upgrade "pip>=25.1"
 	@sed -nE 's/^ *"(sqlalchemy|alembic|click)>=([0-9.]+)",$$/\1==\2/p' pyproject.toml > $(VENV)/lowest.txt
-	$(PIP) install --editable ".[postgresql,async,asyncpg,table,mcp]" --group test --constraint $(VENV)/lowest.txt
+	$(PIP) install --editable ".[postgresql,async,asyncpg,table,mcp,cockpit]" --group test --constraint $(VENV)/lowest.txt
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(TESTS)
 
 # More of the same as in the suite: rounds of kills and every call refused in turn, values, an hour of load on each
@@ -101,7 +107,7 @@ $(VENV)/.runtime: pyproject.toml hatch_build.py | $(BIN)/python
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.runtime
-	$(PIP) install --editable ".[postgresql,async,asyncpg,table,mcp]" --group test
+	$(PIP) install --editable ".[postgresql,async,asyncpg,table,mcp,cockpit]" --group test
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.runtime

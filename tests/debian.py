@@ -11,6 +11,7 @@ import pytest
 
 #: The package of each program that some tests need; without it they are skipped, and say so.
 PACKAGES: Mapping[str, str] = {
+    "chromium": "chromium",
     "dot": "graphviz",
     "/usr/lib/openssh/sftp-server": "openssh-sftp-server",
     "faketime": "faketime",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -136,6 +138,9 @@ def test_the_chapter_for_applications_can_be_followed_step_by_step(
 def test_the_readme_commands_run_in_their_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    # The example's agent is started as the README says it.
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    shutil.copytree(ROOT / "examples" / "long_task", folder, dirs_exist_ok=True)
     commands = [
         line
         for block in blocks("sh")
@@ -156,7 +161,7 @@ def test_the_readme_names_every_command() -> None:
 def test_make_has_every_target_that_the_readme_names() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     named = re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)`", README, flags=re.MULTILINE)
-    wanted = {"demo", "test", "bench", "bench-full", "faults", "fuzz", "soak"}
+    wanted = {"cockpit", "demo", "test", "bench", "bench-full", "faults", "fuzz", "soak"}
     assert wanted == {first or second for first, second in named} <= targets
 
 

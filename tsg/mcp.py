@@ -51,18 +51,25 @@ def serve(server: Server[Any]) -> None:
     anyio.run(run)
 
 
-def server_of(ledger: Ledger, plan: str, *, agent: str | None = None) -> Server[Any]:
+def server_of(
+    ledger: Ledger,
+    plan: str,
+    *,
+    agent: str | None = None,
+    on_change: Callable[[Plans, str], object] | None = None,
+) -> Server[Any]:
     """A server of one client's session, whose tools work on the plan.
 
     Args:
         agent: who works through it, where a call names nobody.
+        on_change: see :class:`tsg.Plans`.
 
     Raises:
         InvalidInput: no ledger, or no name of an agent.
         PlanNotFound: there is no such plan.
         StateConflict: the database refuses.
     """
-    session = _Session(ledger, plan, agent)
+    session = _Session(ledger, plan, agent, on_change)
     # One at a time, in the order in which they came: keys follow the order in which steps were created.
     one = CapacityLimiter(1)
 
@@ -278,8 +285,10 @@ class _Session:
     A report comes before that, since a success is one as long as nobody has timed it out.
     """
 
-    def __init__(self, ledger: Ledger, plan: str, agent: str | None) -> None:
-        self._plans = Plans(ledger)
+    def __init__(
+        self, ledger: Ledger, plan: str, agent: str | None, on_change: Callable[[Plans, str], object] | None
+    ) -> None:
+        self._plans = Plans(ledger, on_change=on_change)
         self._ledger = ledger
         self._plan = plan
         self._agent = None if agent is None else fields.agent(agent)

@@ -414,6 +414,15 @@ RIGHT = {
     "batch_size": "5",
     "snapshot_limit_mib": "5",
     "revision": "head",
+    "agents": "agents.json",
+    "interval": "1",
+    "max_parallel": "1",
+    "on_undelivered": "stop",
+    "stall_seconds": "1",
+    "log_dir": "logs",
+    "log_format": "text",
+    "cockpit": "page.html",
+    "theme": "pet",
 }
 
 
@@ -421,7 +430,7 @@ def commands() -> Iterator[tuple[str, list[click.Parameter]]]:
     context = click.Context(app)
     for name in sorted(COMMANDS):
         # Those on plans show what steps say, which is what they are for; tests/plan/test_cli.py has what they refuse.
-        if name not in ("demo", "plan", "step"):
+        if name not in ("agent", "cockpit", "demo", "inbox", "plan", "step"):
             command = app.get_command(context, name)
             assert command is not None
             yield name, [one for one in command.params if one.name != "help"]

@@ -89,6 +89,7 @@ METHODS: Final[Mapping[str, Arguments]] = MappingProxyType(
         "plans": {},
         "remove": {"plan": PLAN},
         "show": {"plan": PLAN},
+        "show_in": {"plan": PLAN, "cockpit": "page.html"},
         "start": _step("pending"),
         "steps": {"plan": PLAN},
         "update": _step("blocked"),
@@ -458,7 +459,7 @@ FUNCTIONS: Final[Mapping[str, tuple[Call, Arguments, tuple[str, ...]]]] = Mappin
             {"plan": PLAN, "key": STEPS["pending"]},
             ("plan", "key", "agent", "attempt", "interval_seconds"),
         ),
-        "downgrade": (_migrated(plan.downgrade), {"revision": "0001"}, ("target", "revision")),
+        "downgrade": (_migrated(plan.downgrade), {"revision": "0002"}, ("target", "revision")),
         "upgrade": (_migrated(plan.upgrade), {"revision": "head"}, ("target", "revision")),
     }
 )

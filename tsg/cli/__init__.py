@@ -13,22 +13,27 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import click
 
 import tsg
 from tsg.errors import InvalidInput, LedgerError
 
-__all__ = ["Answer", "answer", "app", "main"]
+__all__ = ["PAGE_IS_OLD", "Answer", "answer", "app", "main"]
+
+#: In a command's context: the page of a plan could not be written anew.
+PAGE_IS_OLD: Final = "tsg.page_is_old"
 
 #: A line for stdout, and the exit status.
 Answer = tuple[str, int]
 
 #: Where each command lives; its module is imported when it is called.
 COMMANDS: Mapping[str, str] = {
+    "agent": "tsg.cli.runner",
     "check": "tsg.cli.schema",
     "close": "tsg.cli.ledger",
+    "cockpit": "tsg.cli.cockpit",
     "create": "tsg.cli.ledger",
     "current": "tsg.cli.schema",
     "delivery": "tsg.cli.ledger",
@@ -36,11 +41,13 @@ COMMANDS: Mapping[str, str] = {
     "doctor": "tsg.cli.doctor",
     "downgrade": "tsg.cli.schema",
     "heartbeat": "tsg.cli.ledger",
+    "inbox": "tsg.cli.runner",
     "init": "tsg.cli.ledger",
     "mcp": "tsg.cli.mcp",
     "plan": "tsg.cli.plan",
     "prune": "tsg.cli.upkeep",
     "reconcile": "tsg.cli.upkeep",
+    "run": "tsg.cli.runner",
     "start": "tsg.cli.ledger",
     "step": "tsg.cli.step",
     "upgrade": "tsg.cli.schema",
@@ -60,7 +67,12 @@ class _Lazy(click.Group):
 
 @click.group(cls=_Lazy, no_args_is_help=False)
 @click.version_option(tsg.__version__, prog_name="tsg")
-@click.option("--db", metavar="PATH_OR_URL", help="The ledger: a file, or the URL of one or of a PostgreSQL database.")
+@click.option(
+    "--db",
+    metavar="PATH_OR_URL",
+    envvar="TSG_DB",
+    help="The ledger: a file, or the URL of one or of a PostgreSQL database. By default what TSG_DB says.",
+)
 @click.option(
     "--allow-external-acl", is_flag=True, help="Without POSIX modes: the directory is private by other means."
 )
@@ -71,7 +83,13 @@ def app(ctx: click.Context, db: str | None, allow_external_acl: bool) -> None:
 
 
 def answer(fields: Mapping[str, object], status: int = 0) -> Answer:
-    """What a command returns: one compact line of JSON, its keys sorted, and the exit status."""
+    """What a command returns: one compact line of JSON, its keys sorted, and the exit status.
+
+    Where the page of a plan could not be written anew, the line says that too.
+    """
+    context = click.get_current_context(silent=True)
+    if context is not None and PAGE_IS_OLD in context.meta:
+        fields = {**fields, "cockpit": "not written"}
     return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False), status
 
 

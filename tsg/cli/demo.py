@@ -18,6 +18,7 @@ from sqlalchemy.schema import CreateSchema, DropSchema
 from tsg.engine import make_postgresql_engine, refusing
 from tsg.ledger import Ledger
 from tsg.opening import place_of
+from tsg.plan.disk import THEMES
 
 __all__ = ["demo"]
 
@@ -26,12 +27,22 @@ _KILLED_AT = 1_750_000_000.0
 
 
 @click.command()
+@click.option("--cockpit", is_flag=True, help="Instead, a plan that moves by itself, in the browser.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, metavar="N", help="Of the cockpit; by default a free one."
+)
+@click.option("--theme", type=click.Choice(THEMES), default="pet", show_default=True, help="Of the cockpit.")
 @click.pass_obj
-def demo(place: dict[str, Any]) -> None:
+def demo(place: dict[str, Any], cockpit: bool, port: int, theme: str) -> None:
     """Show the main job on a temporary ledger; nothing of yours is read.
 
     With --db and a PostgreSQL URL the ledger is in a schema of its own there, made for it and dropped.
     """
+    if cockpit:
+        from tsg.cli.sample import watch
+
+        watch(port=port, theme=theme)
+        return
     with _somewhere(place) as target:
         _leave_behind(target)
         _say("A service was killed. It left one task queued, one running past its deadline, and two that")
@@ -52,6 +63,8 @@ def demo(place: dict[str, Any]) -> None:
             _say(ran.stdout.rstrip("\n"))
             if ran.returncode != 0:
                 click.get_current_context().exit(ran.returncode)
+        _say("\nOn it stand plans, and a runner that carries them through crashes. To watch one move by itself:")
+        _say("$ tsg demo --cockpit    # with the extra: pip install 'tsg-ledger[cockpit]'")
 
 
 @contextmanager

@@ -10,8 +10,9 @@ import click
 
 from tsg.cli import Answer
 from tsg.cli.ledger import existing
-from tsg.errors import InvalidInput
+from tsg.errors import InvalidInput, LedgerError
 from tsg.plan import fields
+from tsg.plan.store import Plans
 
 __all__ = ["mcp"]
 
@@ -33,9 +34,19 @@ def mcp(place: dict[str, Any], plan: str, agent: str | None) -> Answer:
     if sys.stdin is None or sys.stdout is None:
         raise InvalidInput("an agent's client starts this, with pipes as stdin and stdout")
     with existing(place) as ledger:
-        server = server_of(ledger, plan, agent=agent)
+        server = server_of(ledger, plan, agent=agent, on_change=_keep_page)
         # A read that waits for the client would hold an interrupt up; nothing is lost by leaving at once.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         serve(server)
     # All of stdout was the protocol's.
     return "", 0
+
+
+def _keep_page(plans: Plans, name: str) -> None:
+    """As the other commands do, but that an answer has no place to say that the page could not be written."""
+    from tsg.cockpit.file import refresh
+
+    try:
+        refresh(plans, name)
+    except LedgerError as error:
+        click.echo(f"the plan's page is not written: {type(error).__name__}", err=True)

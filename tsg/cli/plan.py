@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import click
 
-from tsg.cli import Answer, answer
+from tsg.cli import PAGE_IS_OLD, Answer, answer
 from tsg.cli.ledger import existing
 from tsg.cli.table import format_option, plan_table, steps_table
+from tsg.errors import LedgerError
 from tsg.plan import fields
+from tsg.plan.disk import THEMES
 from tsg.plan.scheduling import Backoff, OnExhausted
 from tsg.plan.store import Plans
 
@@ -22,7 +25,20 @@ __all__ = ["given_only", "opened", "plan", "policy_options"]
 def opened(place: dict[str, Any], *, read_only: bool = False) -> Iterator[Plans]:
     """The plans of the ledger that must be there already."""
     with existing(place, read_only=read_only) as ledger:
-        yield Plans(ledger)
+        yield Plans(ledger, on_change=None if read_only else _keep_page)
+
+
+def _keep_page(plans: Plans, name: str) -> None:
+    """Let the page of a plan tell how it stands now, if it has one; where that can't be, the answer says so."""
+    from tsg.cockpit.file import refresh
+
+    told = click.get_current_context().meta
+    try:
+        refresh(plans, name)
+        told.pop(PAGE_IS_OLD, None)
+    except LedgerError:
+        # What the command was for is done.
+        told[PAGE_IS_OLD] = True
 
 
 def given_only(**options: Any) -> dict[str, Any]:
@@ -74,6 +90,10 @@ def plan() -> None:
 @click.option(
     "--grace-seconds", type=click.UNPROCESSED, metavar="SECONDS", help="How long an agent that beats may be silent."
 )
+@click.option("--agent", metavar="AGENT", help="Whom a runner asks to do a step that has no owner.")
+@click.option("--session-name", metavar="NAME", help="In which session of theirs; main by default.")
+@click.option("--cockpit", type=click.Path(), metavar="FILE", help="Keep a page there that tells how the plan stands.")
+@click.option("--theme", type=click.Choice(THEMES), help="Of that page.")
 @policy_options
 @click.pass_obj
 def create(place: dict[str, Any], /, name: str, **options: Any) -> Answer:
@@ -155,14 +175,16 @@ def graph(place: dict[str, Any], /, name: str, form: str) -> Answer:
 
 @plan.command(name="import")
 @click.argument("path", type=click.Path())
-@click.option("--name", help="By default the folder's.")
+@click.option("--name", help="By default the folder's or the file's.")
 @click.pass_obj
 def import_plan(place: dict[str, Any], /, path: str, name: str | None) -> Answer:
-    """Read a folder of T-NNN.json files into a new plan."""
+    """Read a folder of T-NNN.json files, or a long task's file, into a new plan."""
     from tsg.plan.files import import_folder
+    from tsg.plan.longtask import import_file
 
+    read = import_folder if os.path.isdir(path) else import_file
     with opened(place) as plans:
-        return answer({"ok": True, **import_folder(plans, path, name=name)})
+        return answer({"ok": True, **read(plans, path, name=name)})
 
 
 @plan.command()
@@ -170,11 +192,13 @@ def import_plan(place: dict[str, Any], /, path: str, name: str | None) -> Answer
 @click.argument("path", type=click.Path())
 @click.pass_obj
 def export(place: dict[str, Any], /, name: str, path: str) -> Answer:
-    """Write a plan into a folder, a T-NNN.json file a step."""
+    """Write a plan into a folder, a T-NNN.json file a step; or as a long task, into a file whose name ends in .json."""
     from tsg.plan.files import export_folder
+    from tsg.plan.longtask import export_file
 
+    write = export_file if path.endswith(".json") and not os.path.isdir(path) else export_folder
     with opened(place) as plans:
-        return answer({"ok": True, **export_folder(plans, name, path)})
+        return answer({"ok": True, **write(plans, name, path)})
 
 
 @plan.command()
