@@ -15,10 +15,10 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Mapper, relationship
 
 from tsg.errors import StateConflict
 from tsg.models import Task
-from tsg.plan.tables import attempts, dependencies, learnings, metadata, plans, steps
+from tsg.plan.tables import attempts, dependencies, dispatches, learnings, metadata, plans, runs, steps
 from tsg.tables import tasks
 
-__all__ = ["Attempt", "Learning", "Plan", "PlanBase", "Step"]
+__all__ = ["Attempt", "Dispatch", "Learning", "Plan", "PlanBase", "PlanRun", "Step"]
 
 
 class PlanBase(DeclarativeBase):
@@ -44,6 +44,22 @@ class Plan(PlanBase):
         Task, primaryjoin=sa.orm.foreign(plans.c.root_id) == tasks.c.id, viewonly=True
     )
     steps: Mapped[list[Step]] = relationship(back_populates="plan", order_by=steps.c.number, viewonly=True)
+    run: Mapped[PlanRun] = relationship(back_populates="plan", viewonly=True)
+
+
+class PlanRun(PlanBase):
+    """How a plan is run: who is asked by default, and how often it has gone on after it was failed."""
+
+    __table__ = runs
+
+    plan_pk: Mapped[int]
+    agent: Mapped[str | None]
+    session_name: Mapped[str | None]
+    halted: Mapped[bool]
+    global_retry: Mapped[int]
+    cockpit: Mapped[str | None]
+
+    plan: Mapped[Plan] = relationship(back_populates="run", viewonly=True)
 
 
 class Step(PlanBase):
@@ -100,6 +116,21 @@ class Attempt(PlanBase):
     task: Mapped[Task | None] = relationship(
         Task, primaryjoin=sa.orm.foreign(attempts.c.id) == tasks.c.id, viewonly=True
     )
+
+
+class Dispatch(PlanBase):
+    """An attempt on its way to an agent, or in its inbox since ``inbox_at``; gone once it is started or over."""
+
+    __table__ = dispatches
+
+    id: Mapped[str]
+    agent: Mapped[str]
+    session: Mapped[str]
+    deliveries: Mapped[int]
+    lease_until: Mapped[float | None]
+    inbox_at: Mapped[float | None]
+
+    attempt: Mapped[Attempt] = relationship(viewonly=True)
 
 
 class Learning(PlanBase):

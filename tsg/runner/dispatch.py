@@ -125,7 +125,8 @@ def take_round(
 
     Args:
         mine: the attempts whose commands are still running.
-        most: how many attempts of the plan may live at once, whoever has begun them; 0 to begin none.
+        most: how many attempts of the plan may live at once, whoever has begun them, without those that rest in an
+            inbox; 0 to begin none.
         since: changes before this time are known.
         by_heartbeat: whether what has been silent for too long is timed out.
     """
@@ -248,7 +249,10 @@ def _again(transaction: Transaction, plan: Row[Any], mine: Collection[str]) -> l
 def _anew(transaction: Transaction, plan: Row[Any], most: int) -> list[Errand]:
     """New attempts of what is ready and somebody's, the first steps first."""
     in_progress = sa.select(sa.func.count()).where(
-        steps.c.plan_pk == plan.pk, steps.c.status == StepStatus.IN_PROGRESS.value
+        steps.c.plan_pk == plan.pk,
+        steps.c.status == StepStatus.IN_PROGRESS.value,
+        # Nobody is at work on what rests in an inbox.
+        ~sa.exists().where(dispatches.c.id == steps.c.attempt_id, dispatches.c.lease_until.is_(None)),
     )
     free = most - transaction.connection.execute(in_progress).scalar_one()
     if free <= 0:
