@@ -36,12 +36,14 @@ __all__ = [
     "one_of",
     "optional_prose",
     "parsed",
+    "plain",
     "policy",
     "prose",
     "prose_list",
     "settings",
     "step_fields",
     "step_timeout",
+    "stored",
     "timeout_ms",
 ]
 
@@ -171,6 +173,16 @@ def compact(value: object) -> str:
         ValueError, TypeError, RecursionError: JSON has no form for it.
     """
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def plain(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """A step's metadata without what a file says there of its exact status."""
+    return {name: value for name, value in metadata.items() if name != EXACT_STATUS}
+
+
+def stored(value: Any) -> Any:
+    """The value of a column as it is kept; an object as text, in which true is not 1."""
+    return compact(value) if isinstance(value, dict) else value
 
 
 def parsed(text: str | bytes) -> Any:

@@ -230,7 +230,7 @@ def _step(key: str, document: dict[str, Any]) -> _Step:
     if "subject" not in given:
         raise InvalidInput("a step needs a subject")
     if isinstance(given.get("metadata"), dict):
-        given["metadata"] = _plain(given["metadata"])
+        given["metadata"] = fields.plain(given["metadata"])
     columns, links = fields.step_fields(fields.from_json(given), {})
     told = {field: fields.optional_prose(document.get(field), field) for field in _TOLD}
     return _Step(
@@ -259,10 +259,6 @@ def _status(document: Mapping[str, Any]) -> StepStatus:
 
 def _was_in_progress(step: _Step) -> bool:
     return bool(step.document.get("status") == _IN_PROGRESS)
-
-
-def _plain(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in metadata.items() if name != fields.EXACT_STATUS}
 
 
 def _following(found: Mapping[str, _Step]) -> int:
@@ -442,18 +438,13 @@ def _unchanged(row: Row[Any], step: _Step | None) -> set[str]:
     return {
         field
         for field in judged
-        if field not in _LINKS and all(_stored(row, column) == said[column] for column in _columns_of(field))
+        if field not in _LINKS
+        and all(fields.stored(getattr(row, column)) == said[column] for column in _columns_of(field))
     }
 
 
 def _columns_of(field: str) -> tuple[str, ...]:
     return _COLUMNS.get(field, (fields.PYTHON_NAMES.get(field, field),))
-
-
-def _stored(row: Row[Any], column: str) -> Any:
-    value = getattr(row, column)
-    # As text, in which true is not 1.
-    return fields.compact(value) if isinstance(value, dict) else value
 
 
 def _merged(view: Mapping[str, Any], source: Mapping[str, Any], unchanged: set[str]) -> dict[str, Any]:
@@ -467,7 +458,7 @@ def _merged(view: Mapping[str, Any], source: Mapping[str, Any], unchanged: set[s
     metadata = document.get("metadata") or {}
     exact = status.value if status in _STANDS_FOR else None
     if metadata.get(fields.EXACT_STATUS) != exact:
-        document["metadata"] = _plain(metadata) if exact is None else {**metadata, fields.EXACT_STATUS: exact}
+        document["metadata"] = fields.plain(metadata) if exact is None else {**metadata, fields.EXACT_STATUS: exact}
     return document
 
 

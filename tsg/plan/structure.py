@@ -152,7 +152,7 @@ def add_step(
     """
     number = plan.next_number
     key = next_key(plan)
-    if is_long_task(plan) and "blocked_by" not in links:
+    if is_long_task(plan) and not links.get("blocked_by"):
         links = {**links, "add_blocked_by": [*_last(transaction, plan), *links.get("add_blocked_by", ())]}
     made = {
         **fresh_row(transaction, plan, number, key),
