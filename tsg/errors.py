@@ -12,7 +12,7 @@
         └── SchemaTooNew                 a schema from a later release
 
 Messages say what to do next and never carry a value, a path or another exception's text, so that
-they may be logged anywhere; what they name is at most the key of a step or the name of a task's file, of a form that
+they may be logged anywhere; what they name is at most the key of a step or the name of a file of steps, of a form that
 holds nothing else. Errors of SQLAlchemy and of the database driver never leave this package.
 """
 

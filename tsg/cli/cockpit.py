@@ -47,7 +47,8 @@ def serve(place: dict[str, Any], /, port: int, theme: str) -> Answer:
     """Serve the pages of all plans, live, to this machine's browsers; the first line tells the address."""
     from tsg.cockpit.server import serve
 
-    with opened(place, read_only=True) as plans:
+    # Not as a reader of a closed file, who sees it as it was then.
+    with opened(place) as plans:
         serve(plans, port=port, theme=theme, announce=lambda url: click.echo(answer({"ok": True, "url": url})[0]))
     # All that was to be said was the address.
     return "", 0

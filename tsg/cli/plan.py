@@ -22,10 +22,10 @@ __all__ = ["given_only", "opened", "plan", "policy_options"]
 
 
 @contextmanager
-def opened(place: dict[str, Any], *, read_only: bool = False) -> Iterator[Plans]:
+def opened(place: dict[str, Any]) -> Iterator[Plans]:
     """The plans of the ledger that must be there already."""
-    with existing(place, read_only=read_only) as ledger:
-        yield Plans(ledger, on_change=None if read_only else _keep_page)
+    with existing(place) as ledger:
+        yield Plans(ledger, on_change=_keep_page)
 
 
 def _keep_page(plans: Plans, name: str) -> None:
