@@ -5,3 +5,5 @@ What is shown is read in :mod:`tsg.cockpit.scene`, turned into HTML in :mod:`tsg
 """
 
 from __future__ import annotations
+
+__all__: list[str] = []

@@ -264,6 +264,7 @@ def is_blank(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
+    """Whether that is a number, as JSON has them."""
     return type(value) in (int, float)
 
 
