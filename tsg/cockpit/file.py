@@ -7,7 +7,6 @@ from typing import Any, Final
 
 from sqlalchemy.engine import Row
 
-from tsg.cockpit import render, scene
 from tsg.errors import PlanNotFound
 from tsg.plan import disk, fields, reading
 from tsg.plan.store import Plans
@@ -31,6 +30,9 @@ def write(plans: Plans, name: str, path: str | os.PathLike[str], *, theme: str =
             ``cockpit`` is not installed.
         StateConflict: it can't be written; what was there stays.
     """
+    # Only where there is a page: every command asks whether its plan has one.
+    from tsg.cockpit import render, scene
+
     place = disk.path_from(path)
     seen = scene.look(plans, name)
     # Among those who rewrite after each change of theirs there are at most as many rounds as there are of them.
