@@ -86,6 +86,7 @@ METHODS: Final[Mapping[str, Arguments]] = MappingProxyType(
         "heartbeat_step": _step("in progress"),
         "learnings": {"plan": PLAN},
         "open": _step("pending", agent="ada"),
+        "peek": {"plan": PLAN},
         "plans": {},
         "remove": {"plan": PLAN},
         "show": {"plan": PLAN},

@@ -12,7 +12,7 @@ import click
 
 from tsg.cli import Answer, answer
 from tsg.cli.plan import opened
-from tsg.errors import InvalidInput
+from tsg.errors import InvalidInput, StateConflict
 from tsg.plan.disk import THEMES
 from tsg.runner.message import Errand, message
 
@@ -119,7 +119,7 @@ def run(
         asked = Agents() if agents is None else Agents.read(agents)
         with opened(place) as plans:
             # Before a folder is made for its logs, whether there is such a plan.
-            plans.show(plan)
+            plans.peek(plan)
             if cockpit is not None or theme is not None:
                 plans.show_in(plan, cockpit, theme=theme)
             with (
@@ -231,6 +231,8 @@ def execute(
         )
         stoppable.by(attendance.stop)
         attended = attendance.run()
+    if attended.step is None:
+        raise StateConflict("this attempt is over; nothing was reported")
     told = {"status": attended.status, "step": attended.step}
     if attended.is_success:
         return answer({"ok": True, **told})

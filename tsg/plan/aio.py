@@ -54,6 +54,7 @@ class AsyncPlans:
         return await self._ledger.run(on)
 
     create = _awaited(Plans.create)
+    peek = _awaited(Plans.peek)
     show_in = _awaited(Plans.show_in)
     plans = _awaited(Plans.plans)
     show = _awaited(Plans.show)

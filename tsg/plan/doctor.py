@@ -87,7 +87,7 @@ def _count(connection: Connection, ledger_is_exact: bool) -> tuple[int, int]:
 # -- the checks ------------------------------------------------------------------------------------------
 
 
-def _number_of(query: Callable[[], sa.Select[Any]]) -> Callable[[Connection], int]:
+def _number_of(query: Callable[[], sa.Select[Any] | sa.CompoundSelect[Any]]) -> Callable[[Connection], int]:
     """A check that counts what a query finds."""
     counted = cache(lambda: sa.select(sa.func.count()).select_from(query().subquery("wrong")))
     return lambda connection: connection.execute(counted()).scalar_one()
@@ -224,9 +224,10 @@ def _wrong_plan_states() -> sa.Select[Any]:
     return sa.select(plans.c.pk).select_from(joined).where(rules.is_not_true(sa.and_(fits, halts)))
 
 
-def _stray_runs() -> sa.Select[Any]:
-    """How plans are run that are not there."""
-    return sa.select(runs.c.plan_pk).where(~sa.exists().where(plans.c.pk == runs.c.plan_pk))
+def _wrong_runs() -> sa.CompoundSelect[Any]:
+    """Plans of which nobody knows how they are run, and how plans are run that are not there."""
+    unknown = sa.select(plans.c.pk).where(~sa.exists().where(runs.c.plan_pk == plans.c.pk))
+    return unknown.union_all(sa.select(runs.c.plan_pk).where(~sa.exists().where(plans.c.pk == runs.c.plan_pk)))
 
 
 def _wrong_dispatches() -> sa.Select[Any]:
@@ -313,7 +314,7 @@ CHECKS: Final = (
     Check("ended attempts", _number_of(_wrong_ended_attempts)),
     Check("numbers of attempts", _number_of(_wrong_attempt_counts)),
     Check("states of plans", _number_of(_wrong_plan_states)),
-    Check("runs", _number_of(_stray_runs)),
+    Check("runs", _number_of(_wrong_runs)),
     Check("dispatches", _number_of(_wrong_dispatches)),
     Check("roots", _number_of(_wrong_roots)),
     Check("numbers of steps", _number_of(_wrong_numbers)),

@@ -12,7 +12,7 @@ from sqlalchemy.engine import Connection, Row
 
 from tsg import values
 from tsg.engine import refusing, require_transaction
-from tsg.errors import InvalidInput, LedgerError, StateConflict
+from tsg.errors import InvalidInput, LedgerError, StateConflict, TaskNotFound
 from tsg.ledger import Ledger
 from tsg.plan import attempts, disk, doctor, fields, reading, scheduling, schema, structure, work
 from tsg.plan.reading import Graph, Learning, PlanView, StepView
@@ -29,7 +29,7 @@ from tsg.plan.scheduling import (
 from tsg.plan.tables import runs
 from tsg.plan.transaction import Transaction
 from tsg.sessions import Session, clock_of, connection_of
-from tsg.states import Clock, TaskStatus
+from tsg.states import ACTIVE, Clock, TaskStatus
 
 __all__ = ["Plans", "Ready"]
 
@@ -213,6 +213,11 @@ class Plans:
         """One plan, advanced first."""
         named = fields.name(plan, "a plan's name")
         self._advance_if_due(named)
+        return self._read(lambda transaction: self._plan_view(transaction, named))
+
+    def peek(self, plan: str) -> PlanView:
+        """One plan, as it is stored: nothing is timed out or folded by looking."""
+        named = fields.name(plan, "a plan's name")
         return self._read(lambda transaction: self._plan_view(transaction, named))
 
     def advance(self, plan: str) -> Ready:
@@ -656,6 +661,15 @@ class Plans:
             return self._ledger.read(lambda connection, clock: look(Transaction(connection, clock)))
         with refusing():
             return look(Transaction(connection_of(self._target), self._given_clock()))
+
+    def _is_over(self, attempt: str) -> bool:
+        """Whether an attempt has ended. Not where nobody can tell at the moment: a server restarts, a lock is held."""
+        try:
+            return self._read(lambda transaction: transaction.task(attempt).status not in ACTIVE)
+        except TaskNotFound:
+            return True
+        except StateConflict:
+            return False
 
     def _given_clock(self) -> Clock:
         return clock_of(self._target) if self._clock is None else self._clock

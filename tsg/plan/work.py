@@ -39,6 +39,8 @@ class Reporting(Protocol):
     def fail(self, plan: str, key: str, *, attempt: str | None, error: str | None) -> StepView:
         """See :meth:`tsg.Plans.fail`."""
 
+    def _is_over(self, attempt: str) -> bool: ...
+
 
 class Work:
     """An attempt that is under way.
@@ -109,8 +111,9 @@ def working(
         while not ended.wait(interval):
             try:
                 work.beat()
-            except StateConflict as error:
-                if not error.retriable:
+            except StateConflict:
+                # Or only the database refused; the next beat will do then.
+                if plans._is_over(work.attempt):
                     work._over.set()
                     return
             except LedgerError:

@@ -18,7 +18,7 @@ from tsg.runner.commands import GENTLE_SECONDS, Command, environment, session_of
 
 __all__ = ["Attendance", "Attended"]
 
-#: How long a report is tried again that only others at the same moment, or a server that restarts, keep back.
+#: How long, at least, a report is tried again that only a lock, or a server that restarts, keeps back.
 _REPORT_SECONDS: Final = 60.0
 
 
@@ -76,11 +76,12 @@ class Attendance:
         self._plans, self._plan, self._key = plans, plan, fields.key(key)
         self._database = fields.prose(database, "a database")
         self._attempt = values.optional_id(attempt)
-        found = plans.show(plan)
+        found = plans.peek(plan)
+        self._grace = found["grace_seconds"]
         self._agent = found["agent"] if agent is None else fields.agent(agent)
         self._session_name = found["session_name"]
         self._is_given = agent is not None
-        self._interval = interval_of(interval_seconds, found["grace_seconds"])
+        self._interval = interval_of(interval_seconds, self._grace)
         self._is_stopping = False
         self._wake = threading.Event()
 
@@ -147,21 +148,23 @@ class Attendance:
     def _is_over(self, attempt: str) -> bool:
         try:
             self._plans.heartbeat(attempt)
-        except StateConflict as refused:
-            # Another writer, or a lock: the next one will do.
-            return not refused.retriable
+        except StateConflict:
+            # Another writer, a lock, a server that restarts: the next one will do.
+            return self._plans._is_over(attempt)
         except LedgerError:
             return True
         return False
 
     def _end(self, command: Command) -> None:
+        """End the program, and what it has started in turn."""
         left = command.end()
-        while left is not None and command.wait(min(left, 0.2)) is None:
+        while left is not None and command.leaves_somebody:
+            time.sleep(min(left, 0.1))
             left = command.end()
         command.wait(GENTLE_SECONDS)
 
     def _report(self, attempt: str, status: int) -> StepView:
-        until = time.monotonic() + _REPORT_SECONDS
+        until = time.monotonic() + max(_REPORT_SECONDS, self._grace)
         while True:
             try:
                 if status == 0:
@@ -169,6 +172,7 @@ class Attendance:
                 how = f"exit status {status}" if status > 0 else f"ended by signal {-status}"
                 return self._plans.fail(self._plan, self._key, attempt=attempt, error=how)
             except StateConflict as refused:
-                if not refused.retriable or time.monotonic() >= until:
+                told = not refused.retriable and self._plans._is_over(attempt)
+                if told or time.monotonic() >= until:
                     raise
             time.sleep(0.5)

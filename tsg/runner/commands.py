@@ -73,6 +73,21 @@ class Command:
         return time.monotonic() - self.started
 
     @property
+    def leaves_somebody(self) -> bool:
+        """Whether it, or something that it has started and not waited for, still runs."""
+        if self.status is None:
+            return True
+        if sys.platform == "win32":
+            return False
+        try:
+            os.killpg(self._process.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
+
+    @property
     def is_being_ended(self) -> bool:
         """Whether it was asked to end."""
         return self._asked_to_end is not None

@@ -64,7 +64,7 @@ class Round(NamedTuple):
         moved_at: when a step last changed.
         awaiting: how many steps wait for a decision.
         passed_over: the keys of steps whose attempts can't be acted on.
-        changes: what has changed since the last round, in order.
+        changes: what has changed since then, or at that time, in order.
     """
 
     now: float
@@ -97,6 +97,7 @@ def start_over(transaction: Transaction, plan: Row[Any], *, resume: bool) -> boo
     if resume:
         _of_run(transaction, plan, global_retry=0)
     if plan.status != PlanStatus.FAILED.value:
+        structure.settle(transaction, reading.plan_row(transaction.connection, plan.name))
         return True
     if not resume and plan.global_retry >= MOST_REVIVALS:
         return False
@@ -125,8 +126,7 @@ def take_round(
 
     Args:
         mine: the attempts whose commands are still running.
-        most: how many attempts of the plan may live at once, whoever has begun them, without those that rest in an
-            inbox; 0 to begin none.
+        most: how many attempts of the plan may live at once, whoever has begun them; 0 to begin none.
         since: changes before this time are known.
         by_heartbeat: whether what has been silent for too long is timed out.
     """
@@ -251,8 +251,6 @@ def _anew(transaction: Transaction, plan: Row[Any], most: int) -> list[Errand]:
     in_progress = sa.select(sa.func.count()).where(
         steps.c.plan_pk == plan.pk,
         steps.c.status == StepStatus.IN_PROGRESS.value,
-        # Nobody is at work on what rests in an inbox.
-        ~sa.exists().where(dispatches.c.id == steps.c.attempt_id, dispatches.c.lease_until.is_(None)),
     )
     free = most - transaction.connection.execute(in_progress).scalar_one()
     if free <= 0:
@@ -318,7 +316,7 @@ def _round(
         .select_from(living)
         .where(of_plan)
     ).one()
-    changed = sa.select(steps).where(of_plan, steps.c.changed_at > since).order_by(steps.c.changed_at, steps.c.number)
+    changed = sa.select(steps).where(of_plan, steps.c.changed_at >= since).order_by(steps.c.changed_at, steps.c.number)
     return Round(
         now=now,
         status=plan.status,

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import IO, Any, Final
 
 from tsg.errors import InvalidInput
@@ -27,6 +28,9 @@ FORMS: Final = ("text", "json")
 _MOST_OUTPUT: Final = 2000
 _LONGEST_NAME: Final = 180
 _UNSAFE: Final = re.compile(r"[^\w.\- ]")
+_ABRIDGED: Final = re.compile(r"-[0-9a-f]{32}\Z")
+#: What JSON leaves as it is, and some take for the end of a line, or for a command to a terminal.
+_ENDS_LINES: Final = re.compile(r"[\x7f-\x9f\u2028\u2029]")
 _PLAIN: Final = re.compile(r"[\w.:/+@-]+\Z")
 
 
@@ -75,13 +79,15 @@ class Logs:
         fields = {"plan": self._plan, **{name: value for name, value in told.items() if value is not None}}
         line = self._line(self._clock(), event, fields).encode("utf-8", "backslashreplace")
         if self._folder is None:
-            if sys.stderr is not None:
-                sys.stderr.buffer.write(line)
-                sys.stderr.buffer.flush()
+            self._to_stderr(line)
             return
         for name, file in self._files.items():
             if triggered or name != "trigger.log":
-                os.write(file, line)
+                try:
+                    os.write(file, line)
+                except OSError:
+                    # A disk that is full ends no run; what can't be told here is told there.
+                    self._to_stderr(line)
 
     def output(self, attempt: str, delivery: int) -> IO[bytes]:
         """A file for what a command writes; where there is no folder, one that is gone when it is closed."""
@@ -101,6 +107,12 @@ class Logs:
             os.close(file)
         self._files.clear()
 
+    def _to_stderr(self, line: bytes) -> None:
+        if sys.stderr is not None:
+            with suppress(OSError, ValueError):
+                sys.stderr.buffer.write(line)
+                sys.stderr.buffer.flush()
+
     def _opened(self, name: str) -> int:
         assert self._folder is not None
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
@@ -108,7 +120,8 @@ class Logs:
 
     def _line(self, now: float, event: str, fields: dict[str, Any]) -> str:
         if self._form == "json":
-            return json.dumps({"time": now, "event": event, "pid": os.getpid(), **fields}, ensure_ascii=False) + "\n"
+            line = json.dumps({"time": now, "event": event, "pid": os.getpid(), **fields}, ensure_ascii=False)
+            return _ENDS_LINES.sub(lambda match: f"\\u{ord(match[0]):04x}", line) + "\n"
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
         said = " ".join(f"{name}={_word(value)}" for name, value in fields.items())
         return f"{moment} [{os.getpid()}] {event}: {said}\n"
@@ -117,7 +130,8 @@ class Logs:
 def log_name(plan: str) -> str:
     """The name of a plan's own log, of which no two plans have the same."""
     written = _UNSAFE.sub(lambda match: "".join(f"%{byte:02X}" for byte in match[0].encode()), plan)
-    if len(written.encode()) > _LONGEST_NAME:
+    # Also one that looks as if it were abridged.
+    if len(written.encode()) > _LONGEST_NAME or _ABRIDGED.search(written):
         written = written.encode()[: _LONGEST_NAME - 33].decode(errors="ignore")
         written += "-" + hashlib.sha256(plan.encode()).hexdigest()[:32]
     return f"task_{written}.log"

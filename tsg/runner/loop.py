@@ -6,7 +6,6 @@ the end of; if it dies, another sends their attempts once more, by the same toke
 
 from __future__ import annotations
 
-import select
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from tsg.plan.transaction import Transaction
 from tsg.runner import dispatch
 from tsg.runner.agents import Agents
 from tsg.runner.deliveries import Deliveries
-from tsg.runner.dispatch import Round
+from tsg.runner.dispatch import Change, Round
 from tsg.runner.logs import Logs
 
 __all__ = ["DEFAULT_INTERVAL_SECONDS", "DEFAULT_STALL_SECONDS", "Ended", "Outcome", "Runner"]
@@ -129,12 +128,12 @@ class Runner:
         self._is_stopping = False
         # The time of the last change that was told of.
         self._told_until = 0.0
+        self._told: dict[str, Change] = {}
         # When this round was to be, and until when the silence of agents is not judged.
         self._intended: float | None = None
         self._patient_until = 0.0
         self._listener, self._waker = socket.socketpair()
-        for end in (self._listener, self._waker):
-            end.setblocking(False)
+        self._waker.setblocking(False)
 
     def __enter__(self) -> Runner:
         return self
@@ -161,22 +160,26 @@ class Runner:
         """
         self._logs.tell("run begins")
         try:
-            outcome = self._carry() if self._begin() else Outcome.EXHAUSTED
+            outcome = self._carry()
         except BaseException as error:
             self._logs.tell("run ends", error=type(error).__name__)
             raise
         finally:
             self._deliveries.let_go()
         self._logs.tell("run ends", outcome=outcome)
-        return Ended(outcome, self._plans.show(self._name))
+        return Ended(outcome, self._plans.peek(self._name))
 
     # -- the loop --------------------------------------------------------------------------------------
 
     def _carry(self) -> Outcome:
         started: float | None = None
+        has_begun = False
         with self._patiently() as worked:
             while True:
                 with worked():
+                    if not has_begun and not self._begin():
+                        return Outcome.EXHAUSTED
+                    has_begun = True
                     self._deliveries.look()
                     found = self._round()
                     started = found.now if started is None else started
@@ -236,12 +239,17 @@ class Runner:
                 plan,
                 mine=list(self._deliveries),
                 most=0 if self._is_stopping else self._most,
-                since=self._told_until,
+                # Whatever its clock says now.
+                since=min(self._told_until, transaction.now),
                 by_heartbeat=self._may_judge(transaction.now, plan.grace_seconds),
             )
 
         found = self._change(on)
         for change in found.changes:
+            # A time is no proof: a clock may have been set back.
+            if self._told.get(change.key) == change:
+                continue
+            self._told[change.key] = change
             begun = change.status != StepStatus.PENDING.value
             if begun or change.attempts:
                 error = None if change.status == StepStatus.IN_PROGRESS.value else change.error
@@ -252,7 +260,7 @@ class Runner:
                     attempts=change.attempts,
                     error=error,
                 )
-        self._told_until = max([self._told_until, *(change.changed_at for change in found.changes)])
+        self._told_until = min(found.now, max([self._told_until, *(change.changed_at for change in found.changes)]))
         for key in found.passed_over:
             self._logs.tell("this step's attempt can't be acted on; run tsg doctor", step=key)
         return found
@@ -309,7 +317,10 @@ class Runner:
 
     def _pause(self, seconds: float) -> None:
         """Wait until something happens here, or the time is over."""
-        if select.select([self._listener], [], [], seconds)[0]:
+        self._listener.settimeout(seconds)
+        with suppress(TimeoutError):
+            self._listener.recv(1)
+            self._listener.setblocking(False)
             with suppress(BlockingIOError):
                 while self._listener.recv(4096):
                     pass

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from tsg.plan.reading import StepView
 
 __all__ = ["Errand", "message"]
 
+_HALF: Final = re.compile("[\\ud800-\\udfff]")
+_WHY: Final = " --error 'WHY'"
 #: On a line of its own these agents read it as: start in a fresh context.
 _RESET: Final = "/new"
 
@@ -57,21 +60,35 @@ def message(errand: Errand, *, database: str, reset: bool = True) -> str:
     if errand.about:
         lines += ["", f"What it is part of: {errand.about}"]
     if step["params"]:
-        lines += ["", "Parameters:", json.dumps(step["params"], ensure_ascii=False, indent=2)]
+        lines += ["", "Parameters:", _json(step["params"])]
     if step["learnings"]:
         lines += ["", "Learned so far:", *(f"- {learning}" for learning in step["learnings"])]
     if step["attempts"] > 1 and step["error"]:
         lines += ["", f"The attempt before this one ended with: {step['error']}"]
-    tsg = ["tsg"] if "://" in database else ["tsg", "--db", database]
-    report = shlex.join([*tsg, "step", "complete", errand.plan, step["id"]])
     lines += [
         "",
         "When it is done, run:",
-        f"  {report} success --attempt {errand.attempt}",
+        f"  {_report(errand, database, 'success')}",
         "If it can't be done, run:",
-        f"  {report} failed --attempt {errand.attempt} --error 'WHY'",
+        f"  {_report(errand, database, 'failed', _WHY)}",
         "A command that is refused with StateConflict means that this attempt is over, or somebody else's: stop then.",
     ]
     if errand.deliveries > 1:
         lines += ["This was sent before. If you are at work on this attempt already, there is nothing more to do."]
     return "".join(f"{line}\n" for line in lines)
+
+
+def _report(errand: Errand, database: str, outcome: str, more: str = "") -> str:
+    """The command by which an agent tells how its attempt has ended."""
+    tsg = ["tsg"] if "://" in database else ["tsg", "--db", database]
+    command = shlex.join([*tsg, "step", "complete"])
+    arguments = shlex.join([errand.plan, errand.step["id"], outcome])
+    options = f"--attempt {errand.attempt}{more}"
+    # A name that looks like an option is none after the two hyphens.
+    return f"{command} {options} -- {arguments}" if errand.plan.startswith("-") else f"{command} {arguments} {options}"
+
+
+def _json(value: dict[str, Any]) -> str:
+    written = json.dumps(value, ensure_ascii=False, indent=2)
+    # Half of a pair of surrogates has an escape in JSON, and no form in an argument.
+    return json.dumps(value, indent=2) if _HALF.search(written) else written
