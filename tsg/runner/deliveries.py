@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,6 +23,9 @@ __all__ = ["Deliveries"]
 
 #: How long a program that was not gentle enough is waited for.
 _LAST_SECONDS: Final = 1.0
+#: The statuses of a command that somebody has ended by a signal.
+_FROM_OUTSIDE: Final = (-signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGINT)
+_MOMENT_SECONDS: Final = 0.2
 
 
 class _Delivery(NamedTuple):
@@ -133,12 +137,16 @@ class Deliveries:
                 soonest = min(soonest, left)
         return soonest
 
+    def expect_an_end(self) -> None:
+        """The runner was asked to stop: what ends its commands from now on says nothing of their agents."""
+        self._is_leaving = True
+
     def leave(self, pause: Callable[[float], None]) -> None:
         """Hand nothing over any more: what is on its way has 10 s to arrive, and is sent anew by the next runner.
 
         Agents at work go on.
         """
-        self._is_leaving = True
+        self.expect_an_end()
         until = time.monotonic() + GENTLE_SECONDS
         while waiting := self._waiting():
             left = until - time.monotonic()
@@ -171,8 +179,10 @@ class Deliveries:
     def _arrive(self, delivery: _Delivery, status: int) -> None:
         errand = delivery.errand
         self._logs.tell("command ended", triggered=True, **_told(errand), status=status, output=tail(delivery.output))
+        if status in _FROM_OUTSIDE and not self._is_leaving:
+            # Who stops all that a runner has started stops the runner too, at about the same moment.
+            time.sleep(_MOMENT_SECONDS)
         if status and self._is_leaving:
-            # What ends the runner may have ended this with it, and says nothing of its agent.
             self._send_next_time(errand)
         elif delivery.command.is_being_ended:
             self._put_back(errand, "the command took too long")

@@ -144,6 +144,7 @@ class Runner:
     def stop(self) -> None:
         """Ask the run to end; may be called from a signal's handler, or another thread."""
         self._is_stopping = True
+        self._deliveries.expect_an_end()
         self._wake()
 
     def close(self) -> None:
