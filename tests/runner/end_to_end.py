@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.faults import writers
+from tests.faults.test_kills import wait_until
 from tests.faults.writers import Zygote
 from tests.test_concurrency import Place, named
 from tsg import Ledger, Plans
@@ -25,6 +26,8 @@ from tsg.cli import main as command_line
 
 AGENTS = Path(__file__).parent / "agents"
 TSG = [sys.executable, "-m", "tsg"]
+#: Of the runners that are forked, instead of 60 seconds, so that fifty of them can die in reasonable time.
+LEASE_SECONDS = 1.5
 
 
 # -- processes ---------------------------------------------------------------------------------------------
@@ -49,11 +52,11 @@ class Forks(Zygote):
         return status, json.loads(said)
 
 
-def runner(arguments: list[str], output: str, lease: float) -> int:
-    """Role: one runner. Its lease is shorter than the real one, so that fifty of them can die in reasonable time."""
+def runner(arguments: list[str], output: str) -> int:
+    """Role: one runner, with shorter leases."""
     from tsg.runner import deliveries, dispatch
 
-    dispatch.LEASE_SECONDS = deliveries.LEASE_SECONDS = lease  # type: ignore[misc]  # it is said to be final
+    dispatch.LEASE_SECONDS = deliveries.LEASE_SECONDS = LEASE_SECONDS  # type: ignore[misc]  # it is said to be final
     os.open(os.devnull, os.O_RDONLY)
     return writers.command(arguments, output)
 
@@ -238,6 +241,53 @@ def wait_for_the_end_of(place: Place, seconds: float = 15) -> None:
     while found := living(place):
         assert time.monotonic() < until, f"still there: {found}"
         time.sleep(0.05)
+
+
+# -- whole runs --------------------------------------------------------------------------------------------
+
+
+class Chain:
+    """Two steps of one agent's, one after the other, and runners that are processes."""
+
+    def __init__(self, plans: Plans, place: Place, forks: Forks, folder: Path) -> None:
+        self.plans, self.place, self.forks, self.folder = plans, place, forks, folder
+        self.logs, self.output = folder / "logs", folder / "output"
+
+    def make(self, *command: object, **settings: Any) -> None:
+        agents_file(self.folder, {"a": command} if command else {})
+        self.plans.create("plan", agent="a", base_seconds=0, **settings)
+        for blockers in ([], ["T-001"]):
+            self.plans.add_step("plan", subject="Do it", blocked_by=blockers)
+
+    def make_for_worker(self, kind: str, **settings: Any) -> None:
+        self.make(sys.executable, AGENTS / "worker.py", self.folder, kind, **settings)
+
+    def begin(self, *options: str) -> int:
+        words = ["--agents", str(self.folder / "agents.json"), "--log-dir", str(self.logs), "--log-format", "json"]
+        words = ["--db", named(self.place), "run", "plan", "--interval", "0.1", *words, *options]
+        return self.forks.start("runner", arguments=words, output=str(self.output))
+
+    def until(self, event: str, key: str = "T-001") -> None:
+        def is_told() -> bool:
+            return any((line.step, line.event) == (key, event) for line in story(self.folder))
+
+        wait_until(is_told, f"{key}: {event} was not told of", 30)
+
+    def until_begun(self, runs: int) -> None:
+        """So many runners have looked at the plan."""
+        wait_until(lambda: len(events(self.logs, "step in_progress")) >= runs, "no round was made", 20)
+
+    def open_gate(self, key: str) -> None:
+        (self.folder / f"gate-{key}").touch()
+
+    def require_done_once(self, *runners: int) -> None:
+        assert [self.forks.wait(process) for process in runners] == [0] * len(runners), self.output.read_text()
+        wait_for_the_end_of(self.place)
+        assert [step["attempts"] for step in self.plans.steps("plan", all=True)] == [1, 1]
+        told = story(self.folder)
+        require_each_done_once(told)
+        assert [line.step for line in told if line.event == "begins"] == ["T-001", "T-002"]
+        assert len(events(self.logs, "dispatch")) == 2
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ from tests.faults.conftest import ROUNDS
 from tests.faults.test_kills import wait_until
 from tests.runner.end_to_end import (
     AGENTS,
+    LEASE_SECONDS,
     TSG,
+    Chain,
     Forks,
     agents_file,
     end_what_lives,
@@ -43,8 +45,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what lives is f
 
 STEPS = 15
 KINDS = ("steady", "flaky", "slow", "mortal", "hermit")
-#: Instead of 60 seconds.
-LEASE_SECONDS = 1.5
 #: From the start of a mortal's attempt, who dies at once.
 MORTAL_SECONDS = 3
 
@@ -102,7 +102,7 @@ class Crew:
         options = ["--agents", self.agents, "--interval", "0.2", "--max-parallel", "3", "--on-undelivered", "wait"]
         options += ["--log-dir", self.logs, "--log-format", "json"]
         words = ["--db", named(self.place), "run", "plan", *map(str, options)]
-        return self.forks.start("runner", arguments=words, output=str(self.output), lease=LEASE_SECONDS)
+        return self.forks.start("runner", arguments=words, output=str(self.output))
 
     def open_gates(self, part: float) -> None:
         """Those of that part of the steps."""
@@ -195,50 +195,6 @@ def tells_the_story(logs: Path, at_once: int) -> None:
 
 
 # -- what a runner leaves behind ---------------------------------------------------------------------------
-
-
-class Chain:
-    """Two steps of one agent's, one after the other, and runners that are processes."""
-
-    def __init__(self, plans: Plans, place: Place, forks: Forks, folder: Path) -> None:
-        self.plans, self.place, self.forks, self.folder = plans, place, forks, folder
-        self.logs, self.output = folder / "logs", folder / "output"
-
-    def make(self, *command: object, **settings: Any) -> None:
-        agents_file(self.folder, {"a": command} if command else {})
-        self.plans.create("plan", agent="a", base_seconds=0, **settings)
-        for blockers in ([], ["T-001"]):
-            self.plans.add_step("plan", subject="Do it", blocked_by=blockers)
-
-    def make_for_worker(self, kind: str, **settings: Any) -> None:
-        self.make(sys.executable, AGENTS / "worker.py", self.folder, kind, **settings)
-
-    def begin(self, *options: str) -> int:
-        words = ["--agents", str(self.folder / "agents.json"), "--log-dir", str(self.logs), "--log-format", "json"]
-        words = ["--db", named(self.place), "run", "plan", "--interval", "0.1", *words, *options]
-        return self.forks.start("runner", arguments=words, output=str(self.output), lease=LEASE_SECONDS)
-
-    def until(self, event: str, key: str = "T-001") -> None:
-        def is_told() -> bool:
-            return any((line.step, line.event) == (key, event) for line in story(self.folder))
-
-        wait_until(is_told, f"{key}: {event} was not told of", 30)
-
-    def until_begun(self, runs: int) -> None:
-        """So many runners have looked at the plan."""
-        wait_until(lambda: len(events(self.logs, "step in_progress")) >= runs, "no round was made", 20)
-
-    def open_gate(self, key: str) -> None:
-        (self.folder / f"gate-{key}").touch()
-
-    def require_done_once(self, *runners: int) -> None:
-        assert [self.forks.wait(process) for process in runners] == [0] * len(runners), self.output.read_text()
-        wait_for_the_end_of(self.place)
-        assert [step["attempts"] for step in self.plans.steps("plan", all=True)] == [1, 1]
-        told = story(self.folder)
-        require_each_done_once(told)
-        assert [line.step for line in told if line.event == "begins"] == ["T-001", "T-002"]
-        assert len(events(self.logs, "dispatch")) == 2
 
 
 @pytest.fixture

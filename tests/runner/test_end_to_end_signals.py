@@ -1,4 +1,7 @@
-"""A runner that is asked to stop, at each point where that can meet it: exit 0, all left true, the next run goes on."""
+"""A runner that is asked to stop, at each point where that can meet it: exit 0, all left true, the next run goes on.
+
+And one whose machine was asleep.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
+from tests import debian
 from tests.faults.test_kills import wait_until
 from tests.runner.conftest import done, ways
-from tests.runner.end_to_end import AGENTS, agents_file, answered, end_what_lives, events, living, running, story
+from tests.runner.end_to_end import (
+    AGENTS,
+    agents_file,
+    answered,
+    end_what_lives,
+    events,
+    living,
+    log,
+    running,
+    story,
+    wait_for_the_end_of,
+)
 from tests.test_concurrency import Place
 from tsg import Ledger, Plans
 
@@ -191,7 +206,7 @@ def test_a_command_on_its_way_has_ten_seconds_and_is_then_ended_and_sent_by_the_
     scene.require_sent_next_time()
 
 
-@pytest.mark.parametrize("status", [0, 7])
+@pytest.mark.parametrize(("place", "status"), [("sqlite", 0), ("postgresql", 0), ("sqlite", 7)], indirect=["place"])
 def test_a_command_that_ends_within_the_ten_seconds_is_told_of(scene: Scene, status: int) -> None:
     """Well: its agent has it, and time runs. Badly: nobody knows who ended it, and the next run sends it."""
     scene.lingering()
@@ -248,3 +263,135 @@ def is_over(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
         return True
+
+
+# -- a machine that was asleep -----------------------------------------------------------------------------
+
+
+class Laptop:
+    """A runner and its agents under one clock, which goes on by an hour while none of them does."""
+
+    def __init__(self, plans: Plans, place: Place, folder: Path) -> None:
+        self.plans, self.place, self.folder = plans, place, folder
+        self.logs, self.clock = folder / "logs", folder / "clock"
+        self.set("+0")
+
+    def make(self, **settings: Any) -> None:
+        command = [sys.executable, AGENTS / "worker.py", self.folder, "patient"]
+        agents_file(self.folder, {"a": command})
+        self.plans.create("plan", agent="a", retries=0, **settings)
+        self.plans.add_step("plan", subject="Do it")
+
+    def set(self, offset: str) -> None:
+        half = self.clock.with_suffix(".half")
+        half.write_text(f"{offset}\n")
+        half.rename(self.clock)
+
+    def begin(self) -> AbstractContextManager[subprocess.Popen[str]]:
+        words = ["--agents", self.folder / "agents.json", "--log-dir", self.logs, "--log-format", "json"]
+        # As a sleeping machine has it: what is slept by is a clock that stood still.
+        clock = {"FAKETIME_TIMESTAMP_FILE": str(self.clock), "FAKETIME_NO_CACHE": "1", "LD_PRELOAD": preloaded()}
+        clock |= {"FAKETIME_DONT_FAKE_MONOTONIC": "1", "DONT_FAKE_MONOTONIC": "1"}
+        return running(self.place, "run", "plan", "--interval", "0.2", *words, env=clock)
+
+    def sleep(self, *processes: int) -> None:
+        """What runs is stopped, and goes on when it is told to."""
+        for process in processes:
+            os.kill(process, signal.SIGSTOP)
+        time.sleep(0.3)
+        self.set("+1h")
+
+    def until_at_work(self) -> None:
+        wait_until(lambda: any(line.event == "begins" for line in story(self.folder)), "no agent began", 20)
+
+    def agent(self) -> int:
+        """The process of the one agent."""
+        (found,) = living(self.place)
+        return found
+
+    def lines_after(self, line: str) -> list[dict[str, Any]]:
+        told = log(self.logs)
+        return told[[other["event"] for other in told].index(line) :]
+
+
+def preloaded() -> str:
+    """The library that changes clocks."""
+    found = subprocess.run(
+        [debian.program("faketime"), "-f", "+0", "printenv", "LD_PRELOAD"], capture_output=True, text=True, check=True
+    )
+    return found.stdout.strip()
+
+
+@pytest.fixture
+def laptop(live: Plans, place: Place, tmp_path: Path) -> Iterator[Laptop]:
+    yield Laptop(live, place, tmp_path)
+    end_what_lives(place)
+
+
+JUMPED = "the clock has jumped; agents get one grace to be heard of"
+on_a_file = pytest.mark.parametrize("place", ["sqlite"], indirect=True)
+
+
+@on_a_file
+def test_an_agent_that_beats_is_not_timed_out_since_the_machine_was_asleep(laptop: Laptop, place: Place) -> None:
+    """Before it was asleep, an hour is six times as long as it may be silent."""
+    laptop.make(timeout_seconds=None)
+    with laptop.begin() as process:
+        laptop.until_at_work()
+        agent = laptop.agent()
+        wait_until(lambda: beats(laptop.plans) > 1, "it does not beat")
+        laptop.sleep(process.pid, agent)
+        # The runner is the first to be awake, and looks at the plan more than once before its agent is.
+        process.send_signal(signal.SIGCONT)
+        wait_until(lambda: len(events(laptop.logs, JUMPED)) == 1, "the jump was not noticed")
+        time.sleep(1)
+        os.kill(agent, signal.SIGCONT)
+        (laptop.folder / "gate-T-001").touch()
+        status, said = answered(process)
+    assert (status, said["outcome"]) == (0, "completed")
+    assert laptop.plans.get("plan", "T-001")["attempts"] == 1
+    assert len(events(laptop.logs, JUMPED)) == 1
+
+
+def beats(plans: Plans) -> int:
+    attempt = plans.get("plan", "T-001")["attempt"]
+    query = sa.text("SELECT version FROM tsg_tasks WHERE id = :id")
+    return plans._read(lambda transaction: transaction.connection.execute(query, {"id": attempt}).scalar_one())
+
+
+@on_a_file
+def test_an_agent_that_does_not_wake_up_is_timed_out_after_one_grace(laptop: Laptop, place: Place) -> None:
+    grace = 2.0
+    laptop.make(timeout_seconds=None, grace_seconds=grace)
+    with laptop.begin() as process:
+        laptop.until_at_work()
+        agent = laptop.agent()
+        laptop.sleep(process.pid, agent)
+        os.kill(agent, signal.SIGKILL)
+        process.send_signal(signal.SIGCONT)
+        assert answered(process)[1]["outcome"] == "waiting"
+    jumped, *later = laptop.lines_after(JUMPED)
+    (over,) = [line for line in later if line["event"] == "step escalated"]
+    assert over["error"] == "timeout"
+    assert grace <= over["time"] - jumped["time"] < grace + 2
+
+
+@on_a_file
+def test_a_deadline_that_passed_while_the_machine_was_asleep_holds(laptop: Laptop, place: Place) -> None:
+    laptop.make(timeout_seconds=1800)
+    with laptop.begin() as process:
+        laptop.until_at_work()
+        agent = laptop.agent()
+        laptop.sleep(process.pid, agent)
+        process.send_signal(signal.SIGCONT)
+        assert answered(process)[1]["outcome"] == "waiting"
+        os.kill(agent, signal.SIGCONT)
+        wait_for_the_end_of(place)
+    jumped, *later = laptop.lines_after(JUMPED)
+    (over,) = [line for line in later if line["event"] == "step escalated"]
+    assert over["error"] == "timeout"
+    assert over["time"] - jumped["time"] < 2
+    # The agent wakes up, is refused, and reports nothing.
+    assert {line.event for line in story(laptop.folder)} == {"launched", "begins"}
+    (output,) = laptop.logs.glob("attempt_*")
+    assert "StateConflict" in output.read_text()

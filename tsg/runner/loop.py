@@ -253,13 +253,13 @@ class Runner:
             self._told[change.key] = change
             begun = change.status != StepStatus.PENDING.value
             if begun or change.attempts:
-                error = None if change.status == StepStatus.IN_PROGRESS.value else change.error
                 self._logs.tell(
                     f"step {change.status}",
                     step=change.key,
                     agent=change.agent,
                     attempts=change.attempts,
-                    error=error,
+                    # Of one that is tried again, why the last try was not enough.
+                    error=change.error,
                 )
         self._told_until = min(found.now, max([self._told_until, *(change.changed_at for change in found.changes)]))
         for key in found.passed_over:
