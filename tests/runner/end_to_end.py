@@ -228,9 +228,12 @@ def require_sent_again_only_if_not_taken(logs: Path, told: Sequence[Told], slack
     for token, lines in sent.items():
         numbers = [line["deliveries"] for line in lines]
         assert len(set(numbers)) == len(numbers), "a delivery was told of twice"
-        for line in lines:
+        for earlier, line in zip([None, *lines], lines, strict=False):
             if line["deliveries"] > 1:
                 again += 1
+                # Where the earlier line was not written any more, its runner has died of that.
+                since = LEASE_SECONDS if earlier is None else line["time"] - earlier["time"]
+                assert since >= LEASE_SECONDS - slack_seconds, "sent again while there was time to hand it over"
                 assert line["time"] <= began[token] + slack_seconds, "sent to somebody else though it was taken"
     return again
 

@@ -49,6 +49,10 @@ KINDS = ("steady", "flaky", "slow", "mortal", "hermit")
 MORTAL_SECONDS = 3
 
 
+#: What has to do with processes and not with the database.
+on_a_file = pytest.mark.parametrize("place", ["sqlite"], indirect=True)
+
+
 @pytest.fixture(scope="module")
 def warm_forks() -> Iterator[Forks]:
     made = Forks()
@@ -147,9 +151,14 @@ def test_fifteen_steps_are_done_once_each_though_their_runners_are_killed_at_any
         # Nobody waits for a gate any longer than the test does.
         stack.callback(crew.open_gates, 1.0)
         runners = [crew.begin() for _ in range(at_once)]
+        # The first agent that is slow to come has not started its attempt when all die that could tell of it.
+        wait_until((tmp_path / "sleepy").exists, "the slow agent was not sent for", 30)
+        for process in runners:
+            assert forks.kill(process) == -9
+        runners = [crew.begin() for _ in range(at_once)]
         for number in range(kills):
             chosen = chance.randrange(at_once)
-            time.sleep(chance.uniform(*chance.choice([(0, 0.1), (0, 0.5)])) / at_once)
+            time.sleep(chance.uniform(*chance.choice([(0, 0.1), (0, 0.5)])))
             status = forks.kill(runners[chosen])
             assert status == -9, f"seed {seed}: a runner left by itself: {crew.output.read_text()}"
             runners[chosen] = crew.begin()
@@ -158,7 +167,7 @@ def test_fifteen_steps_are_done_once_each_though_their_runners_are_killed_at_any
             if number % 10 == 0:
                 crew.require_health()
         crew.open_gates(1.0)
-        until = time.monotonic() + 60
+        until = time.monotonic() + 180
         while live.show("plan")["status"] != "completed":
             assert time.monotonic() < until, f"seed {seed}: {live.steps('plan')}"
             crew.look_into_inboxes()
@@ -176,14 +185,17 @@ def test_fifteen_steps_are_done_once_each_though_their_runners_are_killed_at_any
     assert again > 0, f"seed {seed}: nothing was to be sent again"
     status, report = forks.answer("--db", named(place), "doctor")
     assert (status, report["healthy"], report["plan_inconsistency_count"]) == (0, True, 0)
-    tally(f"a runner of {at_once} killed", kills, 0)
-    tells_the_story(crew.logs, at_once)
+    tally(f"a runner of {at_once} killed", kills + at_once, 0)
+    tells_the_story(crew.logs, at_once, kills)
 
 
-def tells_the_story(logs: Path, at_once: int) -> None:
+def tells_the_story(logs: Path, at_once: int, kills: int) -> None:
     """Whoever reads the logs learns who ran, what was sent to whom, and how each step ended."""
     lines = log(logs)
-    assert lines == log(logs, "task_plan.log")
+    told, of_plan = (Counter(map(json.dumps, log(logs, name))) for name in ("daemon.log", "task_plan.log"))
+    assert of_plan <= told
+    # Who is killed between the two has told of it in the first.
+    assert (told - of_plan).total() <= kills + at_once
     ended = [line for line in lines if line["event"] == "run ends"]
     assert [line["outcome"] for line in ended] == ["completed"] * at_once
     assert len({line["pid"] for line in lines if line["event"] == "run begins"}) > len(ended)
@@ -251,6 +263,7 @@ def bystander_with_number(number: int) -> subprocess.Popen[bytes]:
     pytest.skip("others on this machine take every number")
 
 
+@on_a_file
 def test_b42_a_killed_runner_s_leftovers_do_not_stop_the_next_whatever_process_has_its_number_now(
     run_of_two: Chain,
 ) -> None:
@@ -269,6 +282,7 @@ def test_b42_a_killed_runner_s_leftovers_do_not_stop_the_next_whatever_process_h
         bystander.kill()
 
 
+@on_a_file
 def test_the_log_tells_why_a_step_is_tried_again(run_of_two: Chain) -> None:
     """Also where that is found out and tried again in the same moment."""
     run_of_two.make_for_worker("mortal", timeout_seconds=1.5)
@@ -286,7 +300,7 @@ def waiting_for_locks(processes: list[int]) -> set[int]:
     return {int(words[5]) for words in lines if words[1:3] == ["->", "FLOCK"]} & set(processes)
 
 
-@pytest.mark.parametrize(("place", "waiting"), [("sqlite", 1), ("sqlite", 7), ("postgresql", 1)], indirect=["place"])
+@pytest.mark.parametrize(("place", "waiting"), [("sqlite", 1), ("postgresql", 3)], indirect=["place"])
 def test_a_hundred_takers_at_once_get_each_entry_once(
     live: Plans, place: Place, forks: Forks, tmp_path: Path, waiting: int
 ) -> None:
@@ -347,7 +361,7 @@ def test_the_same_report_from_many_at_once_and_again_is_taken_once(
 ) -> None:
     attempt = begun(live, place, retries=1)
     words = ["--db", named(place), "step", "complete", "plan", "T-001", outcome, "--attempt", attempt]
-    processes = [forks.start("command", arguments=words, output=str(tmp_path / "output")) for _ in range(20)]
+    processes = [forks.start("command", arguments=words, output=str(tmp_path / "output")) for _ in range(10)]
     assert {forks.wait(process) for process in processes} == {0}, (tmp_path / "output").read_text()
     step = live.get("plan", "T-001")
     assert (step["attempts"], step["status"]) == (1, "completed" if outcome == "success" else "pending")
@@ -363,7 +377,7 @@ def test_contradicting_reports_at_once_one_is_taken_and_the_others_are_refused(
 ) -> None:
     attempt = begun(live, place, retries=0)
     started = []
-    for outcome in ["success", "failed"] * 10:
+    for outcome in ["success", "failed"] * 6:
         words = ["--db", named(place), "step", "complete", "plan", "T-001", outcome, "--attempt", attempt]
         started.append((outcome, forks.start("command", arguments=words, output=str(tmp_path / "output"))))
     ended = {(outcome, forks.wait(process)) for outcome, process in started}

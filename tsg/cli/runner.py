@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
 from types import TracebackType
@@ -12,9 +11,11 @@ import click
 
 from tsg.cli import Answer, answer
 from tsg.cli.plan import opened
-from tsg.errors import InvalidInput, StateConflict
+from tsg.errors import StateConflict
+from tsg.opening import place_of
 from tsg.plan.disk import THEMES
 from tsg.runner.message import Errand, message
+from tsg.storage import LedgerFile
 
 __all__ = ["Stoppable", "agent", "inbox", "run"]
 
@@ -241,10 +242,8 @@ def execute(
 
 def _database(place: dict[str, Any]) -> str:
     """What agents are to name the ledger by, in whatever folder they are."""
-    target = place["target"]
-    if target is None:
-        raise InvalidInput("name the ledger by --db")
-    return str(target) if "://" in target else os.path.abspath(target)
+    found = place_of(**place)
+    return found.path if isinstance(found, LedgerFile) else str(place["target"])
 
 
 def _entry(place: dict[str, Any], errand: Errand, no_reset: bool) -> dict[str, object]:

@@ -34,6 +34,7 @@ def write(plans: Plans, name: str, path: str | os.PathLike[str], *, theme: str =
     from tsg.cockpit import render, scene
 
     place = disk.path_from(path)
+    disk.require_place_of_page(place)
     seen = scene.look(plans, name)
     # Among those who rewrite after each change of theirs there are at most as many rounds as there are of them.
     for _ in range(_MOST_ROUNDS):

@@ -12,10 +12,32 @@ from tsg import values
 from tsg.errors import DamagedFile, InvalidInput, StateConflict
 from tsg.plan import fields
 
-__all__ = ["LARGEST", "THEMES", "content_of", "differs", "document_from", "page", "path_from", "replace", "write"]
+__all__ = [
+    "LARGEST",
+    "PAGE",
+    "THEMES",
+    "content_of",
+    "differs",
+    "document_from",
+    "page",
+    "path_from",
+    "replace",
+    "require_place_of_page",
+    "write",
+]
 
 #: What a plan's page may look like.
 THEMES: Final = ("pet", "plain")
+#: What a page begins with.
+PAGE: Final = b"<!doctype html>"
+#: What begins a file that SQLite keeps: a database, its rollback journal, and its log.
+_DATABASES: Final = (
+    b"SQLite format 3\x00",
+    b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7",
+    b"\x37\x7f\x06\x82",
+    b"\x37\x7f\x06\x83",
+)
+_OF_DATABASES: Final = ("-wal", "-shm", "-journal")
 #: The most bytes of a file that is read.
 LARGEST: Final = 16 * 1024 * 1024
 
@@ -41,16 +63,19 @@ def differs(path: str, content: bytes) -> bool:
     """Whether a file has to be written, since it is not there or has other content.
 
     Raises:
-        InvalidInput: it is no regular file, which is nothing to be replaced.
+        InvalidInput: it is no regular file, or a database's, which is nothing to be replaced.
     """
+    if path.endswith(_OF_DATABASES):
+        raise InvalidInput("this name is that of a database's own file")
     try:
         found = os.lstat(path)
         if not stat.S_ISREG(found.st_mode):
             raise InvalidInput("this is no regular file")
-        if found.st_size != len(content):
-            return True
         with open(path, "rb") as file:
-            return file.read() != content
+            start = file.read(16)
+            if start.startswith(_DATABASES):
+                raise InvalidInput("a database stands there")
+            return found.st_size != len(content) or start + file.read() != content
     except OSError:
         # What can't be read may still be replaced.
         return True
@@ -84,16 +109,42 @@ def page(cockpit: object, theme: object) -> dict[str, str | None]:
     """The columns of a plan's page: where it is, whatever folder a command is called in, and what it looks like.
 
     Raises:
-        InvalidInput: no path, no such theme, or a theme without a page.
+        InvalidInput: no path, no such theme, a theme without a page, or no page can be there.
     """
     chosen = values.text(theme)
     if theme is not None and chosen not in THEMES:
         raise InvalidInput(f"a theme is one of: {', '.join(THEMES)}")
     if cockpit is not None:
-        return {"cockpit": fields.prose(os.path.abspath(path_from(cockpit)), "a path"), "theme": chosen}
+        path = path_from(cockpit)
+        require_place_of_page(path)
+        return {"cockpit": fields.prose(os.path.abspath(path), "a path"), "theme": chosen}
     if theme is not None:
         raise InvalidInput("a theme is a page's; name the file of that too")
     return {"cockpit": None, "theme": None}
+
+
+def require_place_of_page(path: str) -> None:
+    """That a page can be where this leads: nothing is there, an empty file, or a page.
+
+    Raises:
+        InvalidInput: there is no folder for it, or something else stands there.
+    """
+    _require_folder(path)
+    if not differs(path, b""):
+        return
+    try:
+        with open(path, "rb") as file:
+            if file.read(len(PAGE)) != PAGE:
+                raise InvalidInput("something else than a page stands there")
+    except FileNotFoundError:
+        return
+    except OSError:
+        raise InvalidInput("what stands there can't be read") from None
+
+
+def _require_folder(path: str) -> None:
+    if not os.path.isdir(os.path.dirname(path) or os.curdir):
+        raise InvalidInput("there is no folder for this file; make it first")
 
 
 def write(path: str, content: bytes) -> None:
@@ -103,8 +154,7 @@ def write(path: str, content: bytes) -> None:
         InvalidInput: there is no folder for it, or something else than a file stands there.
         StateConflict: it can't be written; what was there stays.
     """
-    if not os.path.isdir(os.path.dirname(path) or os.curdir):
-        raise InvalidInput("there is no folder for this file; make it first")
+    _require_folder(path)
     if differs(path, content):
         replace(path, content)
 

@@ -96,9 +96,10 @@ def _agent(document: Mapping[str, Any]) -> Agent:
         raise InvalidInput("an agent needs an agent_id")
     identity = fields.agent(given["agent_id"])
     name = fields.name(given.get("agent_name", identity), "an agent's agent_name")
-    seconds = values.non_negative(given.get("timeout_seconds", DEFAULT_COMMAND_SECONDS), "timeout_seconds")
-    if not seconds:
-        raise InvalidInput("timeout_seconds must be more than 0")
+    limit = given.get("timeout_seconds", DEFAULT_COMMAND_SECONDS)
+    if type(limit) not in (int, float) or not limit:
+        raise InvalidInput("timeout_seconds must be a number, and more than 0")
+    seconds = values.non_negative(limit, "timeout_seconds")
     command = given.get("command")
     return Agent(identity, name, None if command is None else _command(command), seconds)
 

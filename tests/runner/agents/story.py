@@ -17,9 +17,9 @@ def tell(folder: Path, event: str) -> None:
 
 
 def is_first(folder: Path, what: str) -> bool:
-    """Whether nobody has asked this of the step before."""
+    """Whether nobody has asked this before."""
     try:
-        (folder / f"{what}-{os.environ['TSG_STEP']}").mkdir()
+        (folder / what).mkdir()
     except FileExistsError:
         return False
     return True

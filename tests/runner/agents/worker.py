@@ -1,7 +1,7 @@
 """An agent in Python, ``worker.py FOLDER slow|patient|taken|mortal``: it starts what it is asked to do, and reports.
 
-It works with heartbeats until its gate is opened. A slow one takes a while to come to it; what is taken was started
-already; a mortal one waits for no gate, and dies at its first try.
+It works with heartbeats until its gate is opened. A slow one takes a while to come to it the first time; what is taken
+was started already; a mortal one waits for no gate, and dies at its first try.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 from story import is_first, tell
 
 #: Longer than any test lasts, so that nothing is left behind by one that fails.
-LONGEST = 90.0
+LONGEST = 150.0
 #: Longer than a lease of these tests.
-SLEEPY_SECONDS = 2.0
+SLEEPY_SECONDS = 3.0
 
 FOLDER, KIND = Path(sys.argv[1]), sys.argv[2]
 PLAN, STEP, TOKEN = (os.environ[name] for name in ("TSG_PLAN", "TSG_STEP", "TSG_ATTEMPT"))
@@ -52,7 +52,7 @@ def work(plans: Plans) -> None:
             tell(FOLDER, "refused")
             sys.exit(4)
     tell(FOLDER, "begins")
-    if KIND == "mortal" and is_first(FOLDER, "died"):
+    if KIND == "mortal" and is_first(FOLDER, f"died-{STEP}"):
         tell(FOLDER, "dies")
         os.kill(os.getpid(), signal.SIGKILL)
     give_up = time.monotonic() + LONGEST
