@@ -812,7 +812,7 @@ def test_a_file_that_has_no_name_for_a_plan_needs_one(standing: Plans, tmp_path:
     # Nor is it told to anybody, if it is no line of text.
     with pytest.raises(DamagedFile) as refused:
         import_file(standing, os.fsdecode(path), name="named")
-    assert refused.value.file == (file if file == ".json" else "FILE.json")
+    assert refused.value.file == "FILE.json"
 
 
 def test_reading_is_undone_with_the_applications_transaction(engine: sa.Engine, tmp_path: Path) -> None:
