@@ -543,8 +543,10 @@ def test_what_can_t_be_acted_on_is_passed_over_and_stops_nothing_else(plan: Plan
 @on_sqlite
 def test_only_what_has_changed_since_is_told_of(plan: Plans, clock: FakeClock) -> None:
     chain(plan, 2)
-    first = take_round(plan, since=clock.now)
+    first = take_round(plan, since=clock.now + 0.5)
     assert [change.key for change in first.changes] == []
+    # What has changed at that very time is told of too: it may have been after the last look.
+    assert [change.key for change in take_round(plan, since=clock.now).changes] == ["T-001", "T-002"]
     clock.advance(1)
     plan.complete("plan", "T-001", attempt=first.errands[0].attempt)
     found = take_round(plan, since=clock.now - 1)
