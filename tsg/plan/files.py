@@ -178,7 +178,7 @@ def import_folder(plans: Plans, path: str | os.PathLike[str], *, name: str | Non
         row = reading.plan_row(transaction.connection, named)
         return Imported(plan=reading.plan_view(transaction.connection, row, transaction.now), notes=notes)
 
-    return plans._changed(named, plans._write(store))
+    return plans._change(named, store)
 
 
 def _require_plans(plans: object) -> None:

@@ -113,7 +113,7 @@ def import_file(plans: Plans, path: str | os.PathLike[str], *, name: str | None 
         row = reading.plan_row(transaction.connection, named)
         return Imported(plan=reading.plan_view(transaction.connection, row, transaction.now), notes=_notes(task))
 
-    return plans._changed(named, plans._write(store))
+    return plans._change(named, store)
 
 
 def _require_plans(plans: object) -> None:

@@ -186,7 +186,7 @@ class Plans:
             structure.create_plan(transaction, named, columns, delivery_required=required)
             return self._plan_view(transaction, named)
 
-        return self._changed(named, self._write(make))
+        return self._change(named, make)
 
     def show_in(self, plan: str, cockpit: str | os.PathLike[str] | None, *, theme: str | None = None) -> PlanView:
         """Give a plan another file of the page that tells how it stands, or none; see :meth:`create`."""
@@ -492,9 +492,7 @@ class Plans:
 
     def claim(self, plan: str, agent: str) -> StepView | None:
         """Open and start the next ready step that is this agent's or nobody's; ``None`` where there is none."""
-        named = fields.agent(agent)
-
-        plan_name = fields.name(plan, "a plan's name")
+        named, plan_name = fields.agent(agent), fields.name(plan, "a plan's name")
 
         def take(transaction: Transaction) -> StepView | None:
             row, _ = self._enter(transaction, plan_name)
@@ -506,7 +504,7 @@ class Plans:
             key, notes = found
             return self._step_view(transaction, row, key, attempts.Report([], notes))
 
-        return self._changed(plan_name, self._write(take))
+        return self._change(plan_name, take)
 
     def open(self, plan: str, key: str, *, agent: str | None = None) -> StepView:
         """Make a queued attempt of a ready step: somebody is asked to do it, and its deadline does not run yet.
@@ -650,6 +648,10 @@ class Plans:
                 self._target.expire_all()
             return answer
 
+    def _change(self, named: str, do: Callable[[Transaction], _Answer]) -> _Answer:
+        """Do something to the plan of that name, and tell whoever wants to know of it."""
+        return self._changed(named, self._write(do))
+
     def _changed(self, named: str, answer: _Answer) -> _Answer:
         """Tell whoever wants to know that a plan may have changed; the answer, as it was."""
         if self._on_change is not None:
@@ -677,8 +679,9 @@ class Plans:
     def _on_plan(self, plan: str, do: Callable[[Transaction, Row[Any]], _Answer]) -> _Answer:
         """Do something to a plan that others keep their hands off."""
         named = fields.name(plan, "a plan's name")
-        found = self._write(lambda transaction: do(transaction, reading.plan_row(transaction.connection, named, "own")))
-        return self._changed(named, found)
+        return self._change(
+            named, lambda transaction: do(transaction, reading.plan_row(transaction.connection, named, "own"))
+        )
 
     def _on_step(
         self,
@@ -695,7 +698,7 @@ class Plans:
             row = reading.plan_row(transaction.connection, named, lock)
             return do(transaction, row, reading.step_row(transaction.connection, row, step_key, lock=True))
 
-        return self._changed(named, self._write(on))
+        return self._change(named, on)
 
     def _on_advanced_step(
         self,
@@ -724,7 +727,7 @@ class Plans:
                     raise
                 return refused
 
-        found = self._changed(named, self._write(on))
+        found = self._change(named, on)
         if isinstance(found, LedgerError):
             raise found
         return found

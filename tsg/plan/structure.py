@@ -22,6 +22,7 @@ from tsg.plan.scheduling import (
     Tally,
 )
 from tsg.plan.tables import agents, attempts, dependencies, dispatches, expected, learnings, plans, runs, steps
+from tsg.plan.taskfile import counted
 from tsg.plan.transaction import Transaction
 from tsg.states import ACTIVE, TaskStatus
 
@@ -60,7 +61,6 @@ INHERITED: Final = (
     "partial_ok",
 )
 _NUMBERED: Final = re.compile(r"T-([0-9]{3,9})\Z")
-_COUNTED: Final = re.compile(r"[1-9][0-9]{0,8}\Z")
 #: Steps that may be given more to wait for.
 _WAITING: Final = (StepStatus.PENDING, *AWAITING_DECISION)
 
@@ -337,16 +337,20 @@ def remove_plan(transaction: Transaction, plan: Row[Any]) -> None:
     # By hand, since an application's SQLite may have its foreign keys off.
     of_plan = sa.select(steps.c.pk).where(steps.c.plan_pk == plan.pk)
     of_step = sa.select(attempts.c.id).where(attempts.c.step_pk.in_(of_plan))
+    transaction.write(sa.delete(dispatches).where(dispatches.c.id.in_(of_step)))
     for table, column in (
-        (dispatches, dispatches.c.id),
         (learnings, learnings.c.step_pk),
         (attempts, attempts.c.step_pk),
         (expected, expected.c.blocker_pk),
         (dependencies, dependencies.c.step_pk),
     ):
-        transaction.write(sa.delete(table).where(column.in_(of_step if table is dispatches else of_plan)))
-    by_plan = ((agents, agents.c.plan_pk), (runs, runs.c.plan_pk), (steps, steps.c.plan_pk), (plans, plans.c.pk))
-    for table, column in by_plan:
+        transaction.write(sa.delete(table).where(column.in_(of_plan)))
+    for table, column in (
+        (agents, agents.c.plan_pk),
+        (runs, runs.c.plan_pk),
+        (steps, steps.c.plan_pk),
+        (plans, plans.c.pk),
+    ):
         transaction.write(sa.delete(table).where(column == plan.pk))
 
 
@@ -434,7 +438,7 @@ def _last(transaction: Transaction, plan: Row[Any]) -> list[str]:
 
 def _is_to_come(plan: Row[Any], step: Row[Any], key: str) -> bool:
     """Whether a step may still get this key."""
-    number = (int(key) if _COUNTED.match(key) else None) if is_long_task(plan) else number_of(key)
+    number = counted(key) if is_long_task(plan) else number_of(key)
     return number is not None and number >= max(plan.next_number, step.number + 1)
 
 

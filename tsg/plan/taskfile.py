@@ -26,6 +26,7 @@ __all__ = [
     "WORD_OF_STEP",
     "Step",
     "Task",
+    "counted",
     "is_blank",
     "is_number",
     "task_from",
@@ -249,13 +250,18 @@ def _follows(word: str, is_cancelled: bool, statuses: Sequence[StepStatus]) -> t
 
 def _following(found: Mapping[str, Step]) -> int:
     """The number of the next step, above all places and all ids that are numbers."""
-    highest = max((int(key) for key in found if _COUNTED.match(key)), default=0)
+    highest = max((counted(key) or 0 for key in found), default=0)
     if highest >= _LAST_NUMBER:
         raise InvalidInput("no number is left above the ids of its steps; they may be text")
     return max(highest, len(found)) + 1
 
 
 # -- what a field may be ---------------------------------------------------------------------------------
+
+
+def counted(key: str) -> int | None:
+    """The number by which a step of a long task has, or gets, just this id; ``None`` where none does."""
+    return int(key) if _COUNTED.match(key) else None
 
 
 def is_blank(value: object) -> bool:

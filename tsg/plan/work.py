@@ -12,7 +12,7 @@ from tsg.errors import InvalidInput, LedgerError, StateConflict
 from tsg.plan import fields
 from tsg.plan.reading import PlanView, StepView
 
-__all__ = ["Reporting", "Work", "interval_of", "working"]
+__all__ = ["Reporting", "Work", "interval_of", "vouched_for", "working"]
 
 #: Of a plan's grace, how much may pass between heartbeats: at most, and by default.
 _MOST_OF_GRACE: Final = 0.5
@@ -109,14 +109,7 @@ def working(
 
     def vouch() -> None:
         while not ended.wait(interval):
-            try:
-                work.beat()
-            except StateConflict:
-                # Or only the database refused; the next beat will do then.
-                if plans._is_over(work.attempt):
-                    work._over.set()
-                    return
-            except LedgerError:
+            if not vouched_for(plans, work.attempt):
                 work._over.set()
                 return
 
@@ -133,6 +126,20 @@ def working(
     ended.set()
     beats.join()
     plans.complete(plan, key, attempt=work.attempt, learnings=work._learnings, output=work._output)
+
+
+def vouched_for(plans: Reporting, attempt: str) -> bool:
+    """Send a heartbeat; whether there is any use in going on.
+
+    Where only the database refuses, for a lock or since its server restarts, the next heartbeat will do.
+    """
+    try:
+        plans.heartbeat(attempt)
+    except StateConflict:
+        return not plans._is_over(attempt)
+    except LedgerError:
+        return False
+    return True
 
 
 def interval_of(given: float | None, grace: float) -> float:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from tsg import values
-from tsg.errors import InvalidInput, LedgerError, StateConflict
+from tsg.errors import InvalidInput, StateConflict
 from tsg.plan import fields
 from tsg.plan.reading import StepView
 from tsg.plan.store import Plans
-from tsg.plan.work import interval_of
+from tsg.plan.work import interval_of, vouched_for
 from tsg.runner.commands import GENTLE_SECONDS, Command, environment, session_of
 
 __all__ = ["Attendance", "Attended"]
@@ -98,10 +98,9 @@ class Attendance:
         step = self._start()
         attempt, owner = step["attempt"], step["owner"]
         assert attempt is not None
-        session_name = step["session_name"] or self._session_name or "main"
         said = environment(
             agent=owner or "",
-            session="" if owner is None else session_of(owner, session_name),
+            session="" if owner is None else session_of(owner, step["session_name"] or self._session_name),
             plan=self._plan,
             step=self._key,
             attempt=attempt,
@@ -134,7 +133,7 @@ class Attendance:
             now = time.monotonic()
             if now >= due:
                 due = now + self._interval
-                if self._is_over(attempt):
+                if not vouched_for(self._plans, attempt):
                     self._end(command)
                     return False
             left = due - now
@@ -144,16 +143,6 @@ class Attendance:
             # Short, since a signal's handler can't end a sleep.
             self._wake.wait(max(min(left, 0.2), 0.01))
         return True
-
-    def _is_over(self, attempt: str) -> bool:
-        try:
-            self._plans.heartbeat(attempt)
-        except StateConflict:
-            # Another writer, a lock, a server that restarts: the next one will do.
-            return self._plans._is_over(attempt)
-        except LedgerError:
-            return True
-        return False
 
     def _end(self, command: Command) -> None:
         """End the program, and what it has started in turn."""

@@ -53,7 +53,7 @@ class Command:
             start_new_session=sys.platform != "win32",
             creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
         )
-        self.started = time.monotonic()
+        self._started = time.monotonic()
         self._asked_to_end: float | None = None
         self._watcher = threading.Thread(target=self._watch, args=(ended,), name="tsg-command", daemon=True)
         self._watcher.start()
@@ -70,7 +70,7 @@ class Command:
     @property
     def ran_seconds(self) -> float:
         """How long it has run."""
-        return time.monotonic() - self.started
+        return time.monotonic() - self._started
 
     @property
     def leaves_somebody(self) -> bool:

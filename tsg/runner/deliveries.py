@@ -69,9 +69,6 @@ class Deliveries:
     def __iter__(self) -> Iterator[str]:
         return iter(self._on_their_way)
 
-    def __len__(self) -> int:
-        return len(self._on_their_way)
-
     def __contains__(self, attempt: object) -> bool:
         return attempt in self._on_their_way
 
@@ -209,7 +206,7 @@ class Deliveries:
             step = reading.step_row(transaction.connection, plan, errand.step["id"], lock=True)
             return do(transaction, plan, step, errand.attempt)
 
-        return self._plans._changed(errand.plan, self._plans._write(on))
+        return self._plans._change(errand.plan, on)
 
     def _send_next_time(self, errand: Errand) -> None:
         if self._on_step(errand, dispatch.release):

@@ -14,7 +14,7 @@ from sqlalchemy.engine import Row
 
 from tsg.plan import attempts, reading, structure
 from tsg.plan.fields import parsed
-from tsg.plan.scheduling import CLOSED_PLANS, MOST_REVIVALS, Decision, PlanStatus, StepStatus
+from tsg.plan.scheduling import AWAITING_DECISION, CLOSED_PLANS, MOST_REVIVALS, Decision, PlanStatus, StepStatus
 from tsg.plan.tables import dispatches, runs, steps
 from tsg.plan.transaction import Transaction
 from tsg.runner.commands import session_of
@@ -57,7 +57,6 @@ class Round(NamedTuple):
         now: the time of the round; this and all times in seconds since the epoch.
         status: the plan's.
         errands: what is to be handed over now.
-        queued: of the attempts that this runner is handing over, those that nobody has started.
         live: how many attempts live.
         unassigned: how many steps are ready that are nobody's.
         next_at: when something is due next: a retry, a deadline, the end of a lease or of a silence.
@@ -70,7 +69,6 @@ class Round(NamedTuple):
     now: float
     status: str
     errands: list[Errand]
-    queued: frozenset[str]
     live: int
     unassigned: int
     ready: int
@@ -107,9 +105,8 @@ def start_over(transaction: Transaction, plan: Row[Any], *, resume: bool) -> boo
         plan = reading.plan_row(transaction.connection, plan.name)
         attempts.decide(transaction, plan, step, Decision.RETRY, None)
     structure.settle(transaction, reading.plan_row(transaction.connection, plan.name))
-    transaction.write(
-        sa.update(dispatches).where(dispatches.c.id.in_(_tokens_of(plan))).values(lease_until=transaction.now)
-    )
+    live = sa.select(steps.c.attempt_id).where(steps.c.plan_pk == plan.pk, steps.c.attempt_id.is_not(None))
+    transaction.write(sa.update(dispatches).where(dispatches.c.id.in_(live)).values(lease_until=transaction.now))
     return True
 
 
@@ -133,15 +130,22 @@ def take_round(
     now = transaction.now
     passed_over = attempts.advance(transaction, plan, by_heartbeat=by_heartbeat)
     plan = reading.plan_row(transaction.connection, plan.name)
-    queued = frozenset(transaction.connection.execute(_queued(plan).with_only_columns(dispatches.c.id)).scalars())
-    transaction.write(
-        sa.update(dispatches).where(dispatches.c.id.in_(queued & set(mine))).values(lease_until=now + LEASE_SECONDS)
-    )
+    still = _queued(plan).with_only_columns(dispatches.c.id).where(dispatches.c.id.in_(mine))
+    leased = sa.update(dispatches).where(dispatches.c.id.in_(still))
+    transaction.write(leased.values(lease_until=now + LEASE_SECONDS))
     errands: list[Errand] = []
     if most and plan.status not in (*CLOSED_PLANS, PlanStatus.FAILED.value):
         errands = [*_again(transaction, plan, mine), *_anew(transaction, plan, most)]
         plan = reading.plan_row(transaction.connection, plan.name)
-    return _round(transaction, plan, errands, queued & set(mine), passed_over, since)
+    return _round(transaction, plan, errands, passed_over, since)
+
+
+def is_waiting(transaction: Transaction, step: Row[Any], attempt: str) -> bool:
+    """Whether a step's live attempt is this one, and queued."""
+    if step.attempt_id != attempt:
+        return False
+    found = sa.select(tasks.c.pk).where(tasks.c.id == attempt, tasks.c.status == TaskStatus.QUEUED)
+    return transaction.connection.execute(found).first() is not None
 
 
 def hand_over(transaction: Transaction, plan: Row[Any], step: Row[Any], attempt: str) -> bool:
@@ -211,24 +215,11 @@ def _of_run(transaction: Transaction, plan: Row[Any], **columns: Any) -> None:
     transaction.write(sa.update(runs).where(runs.c.plan_pk == plan.pk).values(columns), expected=1)
 
 
-def _tokens_of(plan: Row[Any]) -> sa.Select[Any]:
-    """The live attempts of a plan."""
-    return sa.select(steps.c.attempt_id).where(steps.c.plan_pk == plan.pk, steps.c.attempt_id.is_not(None))
-
-
 def _queued(plan: Row[Any]) -> sa.Select[Any]:
     """What is on its way, and was not started behind the plan's back."""
     joined = dispatches.join(steps, steps.c.attempt_id == dispatches.c.id).join(tasks, tasks.c.id == dispatches.c.id)
     query = sa.select(dispatches, steps.c.key).select_from(joined)
     return query.where(steps.c.plan_pk == plan.pk, tasks.c.status == TaskStatus.QUEUED)
-
-
-def is_waiting(transaction: Transaction, step: Row[Any], attempt: str) -> bool:
-    """Whether a step's live attempt is this one, and queued."""
-    if step.attempt_id != attempt:
-        return False
-    found = sa.select(tasks.c.pk).where(tasks.c.id == attempt, tasks.c.status == TaskStatus.QUEUED)
-    return transaction.connection.execute(found).first() is not None
 
 
 def _again(transaction: Transaction, plan: Row[Any], mine: Collection[str]) -> list[Errand]:
@@ -249,8 +240,7 @@ def _again(transaction: Transaction, plan: Row[Any], mine: Collection[str]) -> l
 def _anew(transaction: Transaction, plan: Row[Any], most: int) -> list[Errand]:
     """New attempts of what is ready and somebody's, the first steps first."""
     in_progress = sa.select(sa.func.count()).where(
-        steps.c.plan_pk == plan.pk,
-        steps.c.status == StepStatus.IN_PROGRESS.value,
+        steps.c.plan_pk == plan.pk, steps.c.status == StepStatus.IN_PROGRESS.value
     )
     free = most - transaction.connection.execute(in_progress).scalar_one()
     if free <= 0:
@@ -279,19 +269,17 @@ def _round(
     transaction: Transaction,
     plan: Row[Any],
     errands: list[Errand],
-    queued: frozenset[str],
     passed_over: list[str],
     since: float,
 ) -> Round:
     now, connection = transaction.now, transaction.connection
     of_plan = steps.c.plan_pk == plan.pk
     claimable = sa.and_(of_plan, reading.CLAIMABLE)
-    waiting = [StepStatus.PARTIAL.value, StepStatus.ESCALATED.value, StepStatus.FAILED.value]
     is_due = sa.or_(steps.c.due_at.is_(None), steps.c.due_at <= now)
     counts = connection.execute(
         sa.select(
             sa.func.count().filter(steps.c.status == StepStatus.IN_PROGRESS.value).label("live"),
-            sa.func.count().filter(steps.c.status.in_(waiting)).label("awaiting"),
+            sa.func.count().filter(steps.c.status.in_(AWAITING_DECISION)).label("awaiting"),
             sa.func.max(steps.c.changed_at).label("moved_at"),
         ).where(of_plan)
     ).one()
@@ -321,7 +309,6 @@ def _round(
         now=now,
         status=plan.status,
         errands=errands,
-        queued=queued,
         live=counts.live - len(passed_over),
         unassigned=ready.unassigned,
         ready=ready.all,

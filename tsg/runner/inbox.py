@@ -53,7 +53,7 @@ def take(plans: Plans, agent: str) -> Errand | None:
             # In the order in which everybody locks: the plan, then the step.
             plan = reading.plan_row(transaction.connection, entry.plan, "shared")
             step = reading.step_row(transaction.connection, plan, entry.key, lock=True)
-            if step.attempt_id == entry.id and _is_queued(transaction, entry.id):
+            if dispatch.is_waiting(transaction, step, entry.id):
                 errand = dispatch.errand_of(transaction, plan, step.key)
                 attempts.start(transaction, plan, step, attempt=entry.id)
                 # As it is now: started, and in the session that it was given.
@@ -84,10 +84,6 @@ def _of(agent: str) -> sa.Select[Any]:
         )
         .order_by(dispatches.c.inbox_at, dispatches.c.id)
     )
-
-
-def _is_queued(transaction: Transaction, attempt: str) -> bool:
-    return transaction.task(attempt).status == TaskStatus.QUEUED
 
 
 def _errand(transaction: Transaction, entry: Row[Any]) -> Errand:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from enum import StrEnum
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 from tsg import values
 from tsg.errors import InvalidInput, SchemaOutdated, SchemaTooNew, StateConflict
@@ -27,8 +27,6 @@ from tsg.runner.dispatch import Change, Round
 from tsg.runner.logs import Logs
 
 __all__ = ["DEFAULT_INTERVAL_SECONDS", "DEFAULT_STALL_SECONDS", "Ended", "Outcome", "Runner"]
-
-_Answer = TypeVar("_Answer")
 
 DEFAULT_INTERVAL_SECONDS: Final = 15.0
 DEFAULT_STALL_SECONDS: Final = 1200.0
@@ -188,6 +186,8 @@ class Runner:
                         self._deliveries.send(errand)
                     outcome = self._outcome(found, started)
                     if outcome is not None:
+                        if outcome is Outcome.WAITING:
+                            self._logs.tell("a person must look", steps_to_decide=found.awaiting)
                         self._deliveries.leave(self._pause)
                         return outcome
                     # What could not be sent has changed the plan already.
@@ -225,7 +225,7 @@ class Runner:
             count = reading.plan_row(transaction.connection, self._name).global_retry
             return may, plan.status == PlanStatus.FAILED.value, count
 
-        may, was_failed, count = self._change(begin)
+        may, was_failed, count = self._plans._change(self._name, begin)
         if not may:
             self._logs.tell("a person must look, and go on with --resume", global_retry=count)
         elif was_failed:
@@ -245,7 +245,7 @@ class Runner:
                 by_heartbeat=self._may_judge(transaction.now, plan.grace_seconds),
             )
 
-        found = self._change(on)
+        found = self._plans._change(self._name, on)
         for change in found.changes:
             # A time is no proof: a clock may have been set back.
             if self._told.get(change.key) == change:
@@ -302,9 +302,6 @@ class Runner:
         return max(soonest if look is None else min(soonest, look), _SHORTEST_SLEEP)
 
     # -- inside ----------------------------------------------------------------------------------------
-
-    def _change(self, do: Callable[[Transaction], _Answer]) -> _Answer:
-        return self._plans._changed(self._name, self._plans._write(do))
 
     def _wake(self) -> None:
         # Full: it wakes anyway. Closed: nobody sleeps any more.
