@@ -1004,3 +1004,16 @@ def test_an_interrupt_ends_it_at_once(path: Path) -> None:
         assert process.stdout.read() == b""
         assert process.stderr is not None
         assert process.stderr.read() == b""
+
+
+# -- the plan's page -------------------------------------------------------------------------------------
+
+
+def test_what_a_tool_changes_is_on_the_plans_page(serve: Serve, place: Place, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    name = place.plans.create(f"shown {uuid.uuid4()}", cockpit=page)["name"]
+    with serve(name) as agent:
+        key = agent.step(subject="Be seen", owner="Hermes")
+        assert "Be seen" in page.read_text()
+        agent.call("Complete", id=key, attempt=agent.call("Start", id=key, agent="Hermes")["attempt"])
+    assert "1 of 1 step done" in page.read_text()
