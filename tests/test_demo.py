@@ -48,6 +48,10 @@ def answers(shown: bytes) -> list[Any]:
     return [json.loads(line) for line in shown.decode().splitlines() if line.startswith("{")]
 
 
+def test_it_ends_by_saying_how_to_see_the_cockpit(shown: bytes) -> None:
+    assert shown.splitlines()[-1].startswith(b"$ tsg demo --cockpit ")
+
+
 def test_it_shows_a_preview_an_apply_a_recheck_and_doctor(shown: bytes) -> None:
     preview, applied, again, doctor = answers(shown)
     assert preview == {"ok": True, "reconcile": {"dry_run": True, "applied": False, **FIRST}}

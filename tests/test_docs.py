@@ -178,6 +178,12 @@ def test_what_the_threat_model_is_shown_by_is_there() -> None:
     assert all((ROOT / file).is_file() for *_, file in rows)
 
 
+def test_every_picture_of_the_readme_is_there() -> None:
+    named = re.findall(r"!\[[^\]]+\]\((\S+)\)", README)
+    assert len(named) > 3
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
 def test_the_readme_reconcile_table_names_only_registered_reasons() -> None:
     registered = {
         code for codes in (*states.TASK_REASONS.values(), *states.DELIVERY_REASONS.values()) for code in codes

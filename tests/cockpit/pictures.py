@@ -46,6 +46,7 @@ _SHOTS: Final = (
     ("pet", "light", 390, 844),
     ("pet", "dark", 390, 844),
     ("plain", "light", 390, 844),
+    ("plain", "dark", 390, 844),
 )
 
 
